@@ -1,0 +1,37 @@
+"""attention_ref: what attention, in every form, is supposed to compute.
+
+Every variant is a module with agreed names in it (`INPUTS`, `OUTPUTS`, `FORMS`, `vjp`, `BUGS`, `CASES`): `attention_ref.sdpa`,
+`attention_ref.gqa`, ... `load_cases` gives golden cases, `check` and `diagnose` judge the outputs of an implementation.
+"""
+import importlib
+import pkgutil
+from functools import cache
+
+__version__ = "0.1.0"
+__all__ = ["variants", "load_cases", "check", "diagnose"]
+
+FAMILIES = ("dense",)
+
+
+@cache
+def variants():
+    """Name -> module of every variant, in the order of the families."""
+    found = {}
+    for family in FAMILIES:
+        package = importlib.import_module(f"{__name__}.{family}")
+        for module in pkgutil.iter_modules(package.__path__):
+            found[module.name] = importlib.import_module(f"{package.__name__}.{module.name}")
+    return found
+
+
+def __getattr__(name):
+    if name in ("load_cases", "check", "diagnose"):
+        from .conformance import cases, verify
+        return getattr(cases if name == "load_cases" else verify, name)
+    if name in variants():
+        return variants()[name]
+    raise AttributeError(f"attention_ref has no attribute {name!r}; the variants are {', '.join(variants())}")
+
+
+def __dir__():
+    return sorted([*__all__, *variants()])

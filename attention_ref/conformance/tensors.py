@@ -1,0 +1,63 @@
+"""The safetensors container: 8 bytes of header length, a JSON header, then raw little-endian tensors.
+
+Written here in a fixed order, so that equal tensors give equal bytes; read here so that golden data needs no library.
+"""
+import json
+import os
+import tempfile
+from math import prod
+
+import numpy as np
+
+CODES = dict(F64="<f8", F32="<f4", F16="<f2", I64="<i8", I32="<i4", U8="|u1", BOOL="|b1")
+NAMES = {np.dtype(t): code for code, t in CODES.items()}
+LIMIT = 100_000_000                                       # bytes of header, as in the reference implementation
+
+
+def pack(arrays):
+    """name -> array as the bytes of a safetensors file, in the order of the names."""
+    header, blobs, offset = {}, [], 0
+    for name in sorted(arrays):
+        x = np.asarray(arrays[name])
+        blob = x.astype(x.dtype.newbyteorder("<"), copy=False).tobytes()
+        header[name] = dict(dtype=NAMES[x.dtype], shape=list(x.shape), data_offsets=[offset, offset + len(blob)])
+        blobs.append(blob)
+        offset += len(blob)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(blobs)
+
+
+def unpack(data):
+    """The tensors of a safetensors file; ValueError for anything that does not fit, before any memory is taken."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(LIMIT, len(data) - 8):
+        raise ValueError(f"safetensors: expected a header of at most {max(0, len(data) - 8)} bytes, it claims {size}")
+    try:
+        header = json.loads(data[8:8 + size])
+        header.pop("__metadata__", None)
+        entries = {name: (CODES[e["dtype"]], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"safetensors: the header is not readable: {error!r}") from None
+    body = memoryview(data)[8 + size:]
+    return {name: _tensor(name, body, *entry) for name, entry in entries.items()}
+
+
+def _tensor(name, body, code, shape, start, end):
+    whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+    if not whole or not start <= end <= len(body) or end - start != prod(shape) * np.dtype(code).itemsize:
+        raise ValueError(f"safetensors: tensor {name!r} of shape {shape} does not fit its offsets {start}, {end}")
+    return np.frombuffer(body[start:end], code).reshape(shape).copy()
+
+
+def write_whole(path, data):
+    """Write bytes to path, whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

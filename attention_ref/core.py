@@ -1,0 +1,127 @@
+"""What every variant shares: the masked softmax, chunks, head groups and the lifting of scalar loops.
+
+Everything here is generic over number systems: the same lines run on float16/32/64, complex128 (complex-step
+derivatives), ball arithmetic and noisy arithmetic. Only `per_head` knows numba, and imports it when first called.
+"""
+import functools
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
+
+import numpy as np
+
+from .shapes import expand, head, sizes
+
+
+def softmax(s, mask=True, sink=-np.inf):
+    """Softmax of scores s (..., Tq, Tk) over the keys that mask (boolean, broadcastable) allows.
+
+    sink (broadcastable to (..., Tq, 1)) is the logit of one more key that has no value; -inf means there is none.
+    Returns weights (..., Tq, Tk) and lse (..., Tq) = log(sum_j exp(s_j) + exp(sink)), natural log.
+    A masked score is never read. A row with no key and no sink has weights 0 and lse -inf.
+    """
+    s = np.where(mask, s, -np.inf)
+    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+    m = np.where(m == -np.inf, 0, m)
+    e = np.exp(s - m)
+    z = e.sum(-1, keepdims=True) + np.exp(sink - m)
+    empty = z == 0
+    z = np.where(empty, 1, z)
+    return e / z, np.where(empty, -np.inf, m + np.log(z))[..., 0]
+
+
+def unread(x, mask):
+    """x (..., Tk, d) with zeros in place of the keys that mask (..., Tq, Tk) hides from every query.
+
+    Whatever stands there, NaN included, cannot reach a result: a key that no query may attend to is never read.
+    For the queries that see no key, pass the mask with its last two axes swapped.
+    """
+    seen = np.atleast_2d(mask).any(-2)[..., None]
+    return np.where(seen, x, 0)
+
+
+def sum_to(x, shape):
+    """Sum x over the axes along which an array of this shape was broadcast: the VJP of broadcasting."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)
+
+
+def repeat_heads(x, heads):
+    """x (B, Hkv, T, d) -> (B, heads, T, d): query head h reads kv head h // (heads / Hkv)."""
+    return np.repeat(x, heads // x.shape[1], axis=1)
+
+
+def sum_groups(dx, heads):
+    """(B, Hq, T, d) -> (B, heads, T, d), each kv head the sum over its group: the VJP of `repeat_heads`."""
+    B, Hq, T, d = dx.shape
+    return dx.reshape(B, heads, Hq // heads, T, d).sum(2)
+
+
+def split_heads(x, heads):
+    """x (B, T, H*d) -> (B, H, T, d): head h owns the contiguous columns h*d to (h+1)*d - 1."""
+    B, T, width = x.shape
+    return x.reshape(B, T, heads, width // heads).swapaxes(1, 2)
+
+
+def merge_heads(x):
+    """x (B, H, T, d) -> (B, T, H*d): the inverse of `split_heads`."""
+    B, H, T, d = x.shape
+    return x.swapaxes(1, 2).reshape(B, T, H * d)
+
+
+def chunks(x, size):
+    """x (B, H, T, ...) -> list of (B, H, size, ...); the last may be shorter."""
+    return [x[:, :, i:i + size] for i in range(0, x.shape[2], size)]
+
+
+@functools.cache
+def njit(loop):
+    """The loop compiled by numba (no fastmath, GIL released); the loop itself, with one warning, where numba is absent."""
+    try:
+        import numba
+    except ImportError:
+        _warn_once()
+        return loop
+    return numba.njit(nogil=True, error_model="numpy")(loop)
+
+
+@functools.cache
+def _warn_once():
+    warnings.warn("numba is not installed: the loops run as plain Python, correct but slow", RuntimeWarning, stacklevel=4)
+
+
+def per_head(inputs, outputs):
+    """Lift a scalar loop over one head to whole arrays, as the two schemas say.
+
+    The loop receives every argument without its B and H axes (an Hkv axis is read at h // (Hq/Hkv), a B? or H? axis of
+    size 1 at 0) and returns one array per output. It is compiled for float32, float64 and complex128, and runs as
+    plain Python on every other number system. Heads are independent and run in threads when compiled.
+    """
+    def decorate(loop):
+        names = tuple(signature(loop).parameters)
+
+        @functools.wraps(loop)
+        def lifted(*args, **kwargs):
+            given = signature(loop).bind(*args, **kwargs)
+            given.apply_defaults()
+            n = sizes(inputs, given.arguments)
+            x = {name: expand(inputs[name], given.arguments[name], n) for name in names}
+            dtype = x[names[0]].dtype
+            fast = dtype in (np.float32, np.float64, np.complex128)
+            run, heads = (njit(loop) if fast else loop), n.get("H", n.get("Hq"))
+
+            def one(bh):
+                return run(*(head(inputs[name], x[name], *bh, n, dtype) for name in names))
+            grid = list(np.ndindex(n["B"], heads))
+            results = list(_threads().map(one, grid) if fast else map(one, grid))
+            results = [y if isinstance(y, tuple) else (y,) for y in results]
+            ys = tuple(np.stack(y).reshape(n["B"], heads, *np.shape(y[0])) for y in zip(*results))
+            return ys if len(outputs) > 1 else ys[0]
+        return lifted
+    return decorate
+
+
+@functools.cache
+def _threads():
+    return ThreadPoolExecutor(os.cpu_count())

@@ -1,0 +1,92 @@
+"""The glossary as data: what every argument means, its domain, how golden cases draw it, and what others call it.
+
+Cases are drawn by an integer formula, the same in every language: entry n (row-major) of `tab(shape, a, b)` is
+(((a n^2 + b n + 3) mod 13) - 6) / 8, a multiple of 1/8 in [-3/4, 3/4], exact in bfloat16, float16, float32 and float64.
+"""
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+
+def tab(shape, a, b):
+    """float64 array of the given shape, filled by the integer formula above."""
+    n = np.arange(int(np.prod(shape)))
+    return ((((a * n * n + b * n + 3) % 13) - 6) / 8).reshape(shape)
+
+
+def values(shape):
+    """tab(., 7, 5) + j + 2 (j mod 2), j the key position: the step makes a shifted weight visible in the output."""
+    j = np.arange(shape[-2])
+    return tab(shape, 7, 5) + (j + 2 * (j % 2))[:, None]
+
+
+class Name(NamedTuple):
+    """One argument name; `draw` maps a shape to an array, None where every case states its own value."""
+    meaning: str
+    domain: str = "real"
+    draw: Callable | None = None
+    torch: str = ""
+    jax: str = ""
+    onnx: str = ""
+    fla: str = ""
+
+
+AXES = dict(B="batch", H="head", Hq="head", Hkv="kv head", Tq="query", Tk="key", T="token", P="cached key", W="slot",
+            dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature")
+
+NAMES = dict(
+    q=Name("queries", draw=lambda s: 3 * tab(s, 3, 1), torch="query", jax="query", onnx="Q", fla="q"),
+    k=Name("keys", draw=lambda s: 3 * tab(s, 5, 2), torch="key", jax="key", onnx="K", fla="k"),
+    v=Name("values", draw=values, torch="value", jax="value", onnx="V", fla="v"),
+    o=Name("output", onnx="Y", fla="o"),
+    lse=Name("natural log of the row sum of exponentials, sink included; -inf for a row without keys",
+             torch="lse", jax="residual", fla="softmax_lse"),
+    scale=Name("number that multiplies the scores, usually 1/sqrt(dk)", "> 0",
+               torch="scale", jax="scale", onnx="scale", fla="softmax_scale"),
+    mask=Name("True where a query may attend to a key", "boolean",
+              torch="attn_mask (bool)", jax="mask", onnx="attn_mask (bool)"),
+    bias=Name("number added to the scaled, capped scores", draw=lambda s: 2 * tab(s, 11, 4),
+              torch="attn_mask (float)", jax="bias", onnx="attn_mask (float)", fla="attn_bias"),
+    sink=Name("logit of one more key per head that has no value; -inf means none", "real or -inf",
+              draw=lambda s: tab(s, 2, 9)),
+    softcap=Name("c in c tanh(s/c), applied to the scaled scores before bias and mask; None is off", "> 0 or None",
+                 onnx="softcap (0 is off)", fla="softcap"),
+    causal=Name("corner from which the causal diagonal starts, None is not causal", "top-left, bottom-right or None",
+                torch="is_causal (top-left)", jax="is_causal (top-left)", onnx="is_causal", fla="causal (bottom-right)"),
+    window=Name("(left, right): keys visible beside the query's own, None is open", "pair of integers >= 0 or None",
+                jax="local_window_size", onnx="left_window_size, right_window_size", fla="window_size"),
+    dilation=Name("distance between neighbouring keys of a window", "integer >= 1"),
+    lengths=Name("number of keys of each batch entry; what follows is padding", "integers in 0..Tk",
+                 jax="key_value_seq_lengths", onnx="nonpad_kv_seqlen", fla="cache_seqlens"),
+    query_segments=Name("which packed sequence each query belongs to", "integers"),
+    key_segments=Name("which packed sequence each key belongs to", "integers"),
+    x=Name("token vectors", draw=lambda s: 2 * tab(s, 3, 1)),
+    z=Name("token vectors of the other sequence, which is attended to", draw=lambda s: 2 * tab(s, 4, 7)),
+    w_q=Name("projection to queries, Q = X W_Q", draw=lambda s: 2 * tab(s, 5, 2)),
+    w_k=Name("projection to keys, K = X W_K", draw=lambda s: 2 * tab(s, 7, 3)),
+    w_v=Name("projection to values, V = X W_V", draw=lambda s: 2 * tab(s, 8, 5)),
+    w_o=Name("projection of the concatenated heads", draw=lambda s: 2 * tab(s, 6, 11)),
+    heads=Name("number of heads H", "integer >= 1"),
+    past_key=Name("cached keys, before this call", draw=lambda s: 3 * tab(s, 9, 4), onnx="past_key", fla="k_cache"),
+    past_value=Name("cached values, before this call", draw=lambda s: values(s) - 3, onnx="past_value", fla="v_cache"),
+    past_length=Name("number of filled cache slots of each batch entry", "integers >= 0"),
+    present_key=Name("cached keys after this call", onnx="present_key"),
+    present_value=Name("cached values after this call", onnx="present_value"),
+    query_block=Name("rows of a tile, never changes the result", "integer >= 1"),
+    key_block=Name("columns of a tile, never changes the result", "integer >= 1"),
+    chunk_size=Name("positions per chunk, never changes the result", "integer >= 1", onnx="chunk_size", fla="chunk_size"),
+    scores=Name("scale * q k^T"),
+    capped=Name("scores after the soft cap"),
+    biased=Name("capped scores plus bias: what is masked and exponentiated"),
+    weights=Name("softmax of the biased scores over the allowed keys"),
+)
+
+
+def draw(name, shape):
+    """float64 array of the given shape, drawn as golden cases draw the argument `name`."""
+    return NAMES[name].draw(shape)
+
+
+def draw_cotangent(shape, index):
+    """A cotangent that is not constant; index tells the outputs of one call apart."""
+    return 2 * tab(shape, 10 - index, 6 + index)

@@ -1,0 +1,111 @@
+"""The schema language of `INPUTS` and `OUTPUTS`: name -> kind and symbolic shape, as one string.
+
+    "B H Tq dk"              floating array; equal letters are equal sizes everywhere in a call
+    "bool B? H? Tq? Tk?"     boolean array; an axis with ? may be 1, and leading ones may be missing (broadcasting)
+    "int B"                  integer array
+    "D H*dk"                 an axis whose size is a product
+    ""                       a number
+    "int" "int =H"           an integer; an integer equal to the size H
+    "optional", "optional str", "optional H"     None is allowed
+"""
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+GRID = "B", "H", "Hq", "Hkv"                             # the axes over which a loop is lifted
+KINDS = {"bool": "b", "int": "iu", "float": "fcO", "str": "U"}
+
+
+class Spec(NamedTuple):
+    kind: str           # bool, int, float or str
+    axes: tuple         # symbols, without the question mark
+    open: tuple         # True where the axis may be 1
+    equals: str         # the size that an integer must equal, or ""
+    optional: bool
+
+
+@functools.cache
+def parse(text):
+    """The Spec of one schema string."""
+    words = text.split()
+    optional = "optional" in words
+    words = [w for w in words if w != "optional"]
+    kind = words.pop(0) if words and words[0] in KINDS else "float"
+    equals = words.pop()[1:] if words and words[0].startswith("=") else ""
+    return Spec(kind, tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words), equals, optional)
+
+
+def sizes(schema, arguments):
+    """Check arguments (name -> value) against a schema and return {symbol: size}.
+
+    Raises ValueError that names the argument, what was expected and what came.
+    """
+    found = {}
+    specs = [(name, parse(text)) for name, text in schema.items()]
+    for name, spec in sorted(specs, key=lambda s: (not s[1].equals, any(s[1].open))):
+        value = arguments[name]
+        if value is None and spec.optional:
+            continue
+        _check_kind(name, spec, value)
+        if spec.equals:
+            found[spec.equals] = int(value)
+        _bind(name, spec, np.shape(value), found)
+    return found
+
+
+def _check_kind(name, spec, value):
+    if spec.axes and not all(spec.open) and not hasattr(value, "dtype"):
+        raise ValueError(f"{name}: expected an array of shape ({', '.join(spec.axes)}), got {type(value).__name__}")
+    kind = np.asarray(value).dtype.kind
+    wanted = KINDS[spec.kind] + ("iu" if spec.kind == "float" and not spec.axes else "")
+    if kind not in wanted and not (spec.kind == "float" and kind == "V"):
+        hint = {"mask": " (True = may attend; additive terms are called bias)"}.get(name, "")
+        came = "None" if value is None else f"dtype {np.asarray(value).dtype}"
+        raise ValueError(f"{name}: expected {spec.kind}{hint}, got {came}")
+
+
+def _bind(name, spec, shape, found):
+    missing = len(spec.axes) - len(shape)
+    if missing < 0 or not all(spec.open[:missing]):
+        raise ValueError(f"{name}: expected shape ({', '.join(spec.axes)}), got {shape}")
+    for axis, may_be_1, size in zip(spec.axes[missing:], spec.open[missing:], shape):
+        if may_be_1 and size == 1:
+            continue
+        if size != _solve(axis, size, found):
+            known = ", ".join(f"{a} = {found[a]}" for a in axis.split("*") if a in found)
+            raise ValueError(f"{name}: expected shape ({', '.join(spec.axes)}) with {known}, got {shape}")
+
+
+def _solve(axis, size, found):
+    """The size axis must have; a symbol seen for the first time takes what makes the axis fit."""
+    known, free = 1, None
+    for symbol in axis.split("*"):
+        if symbol in found:
+            known *= found[symbol]
+        else:
+            free = symbol
+    if free and known and size % known == 0:
+        found[free] = size // known
+        return size
+    return known
+
+
+def expand(text, x, n):
+    """x with the missing and size-1 axes of its schema, other than B and heads, broadcast to their sizes n."""
+    spec = parse(text)
+    if not any(spec.open):
+        return x
+    x = np.asarray(x) if not isinstance(x, np.ndarray) else x
+    x = x.reshape((1,) * (len(spec.axes) - x.ndim) + x.shape)
+    return np.broadcast_to(x, [size if a in GRID else n.get(a, size) for a, size in zip(spec.axes, x.shape)])
+
+
+def head(text, x, b, h, n, dtype):
+    """What one head h of one batch entry b sees of x: no B and head axes, floats in the number system dtype."""
+    axes = parse(text).axes
+    place = {"B": b, "H": h, "Hq": h, "Hkv": h * n.get("Hkv", 1) // n.get("Hq", 1)}
+    if axes and x is not None:
+        x = x[tuple(min(place[a], size - 1) for a, size in zip(axes, x.shape) if a in place)]
+    is_number = isinstance(x, (float, np.ndarray, np.generic)) and np.asarray(x).dtype.kind in "fc"
+    return np.asarray(x).astype(dtype, copy=False)[()] if is_number and dtype.kind != "O" else x
