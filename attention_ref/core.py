@@ -95,8 +95,9 @@ def per_head(inputs, outputs):
     """Lift a scalar loop over one head to whole arrays, as the two schemas say.
 
     The loop receives every argument without its B and H axes (an Hkv axis is read at h // (Hq/Hkv), a B? or H? axis of
-    size 1 at 0) and returns one array per output. It is compiled for float32, float64 and complex128, and runs as
-    plain Python on every other number system. Heads are independent and run in threads when compiled.
+    size 1 at 0) and returns one array per output; of one with an Hkv axis the first head of each group is kept. It is
+    compiled for float32, float64 and complex128, and runs as plain Python on every other number system. Heads are
+    independent and run in threads when compiled.
     """
     def decorate(loop):
         names = tuple(signature(loop).parameters)
@@ -116,7 +117,8 @@ def per_head(inputs, outputs):
             grid = list(np.ndindex(n["B"], heads))
             results = list(_threads().map(one, grid) if fast else map(one, grid))
             results = [y if isinstance(y, tuple) else (y,) for y in results]
-            ys = tuple(np.stack(y).reshape(n["B"], heads, *np.shape(y[0])) for y in zip(*results))
+            ys = [np.stack(y).reshape(n["B"], heads, *np.shape(y[0])) for y in zip(*results)]
+            ys = tuple(y[:, ::heads // n["Hkv"]] if "Hkv" in text else y for text, y in zip(outputs.values(), ys))
             return ys if len(outputs) > 1 else ys[0]
         return lifted
     return decorate

@@ -10,6 +10,7 @@ import inspect
 import io
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -48,7 +49,7 @@ def show(thing, *names):
     ValueError if the module does not define a name.
     """
     text = _definitions(thing, names) if names else inspect.getsource(inspect.unwrap(thing))
-    text = inspect.cleandoc("\n" + text)
+    text = textwrap.dedent(text).rstrip()
     _display({"text/markdown": f"```python\n{text}\n```"}, text)
 
 
@@ -183,7 +184,7 @@ def _definitions(module, names):
     missing = [name for name in names if name not in found]
     if missing:
         raise ValueError(f"{module.__name__} does not define {', '.join(missing)}")
-    return "\n\n\n".join(found[name] for name in names)
+    return "\n\n".join(found[name] for name in names)
 
 
 def _matrix(weights, mask):

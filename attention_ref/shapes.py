@@ -51,6 +51,7 @@ def sizes(schema, arguments):
         if spec.equals:
             found[spec.equals] = int(value)
         _bind(name, spec, np.shape(value), found)
+    _check_groups(found)
     return found
 
 
@@ -75,6 +76,12 @@ def _bind(name, spec, shape, found):
         if size != _solve(axis, size, found):
             known = ", ".join(f"{a} = {found[a]}" for a in axis.split("*") if a in found)
             raise ValueError(f"{name}: expected shape ({', '.join(spec.axes)}) with {known}, got {shape}")
+
+
+def _check_groups(found):
+    Hq, Hkv = found.get("Hq"), found.get("Hkv")
+    if None not in (Hq, Hkv) and Hq != Hkv * (Hq // max(1, Hkv)):
+        raise ValueError(f"q: expected a number of heads that is a multiple of the {Hkv} kv heads, got {Hq}")
 
 
 def _solve(axis, size, found):

@@ -56,16 +56,16 @@ def lint(path):
     """What breaks a rule in a chapter or a Markdown page, as a list of lines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return [f"{path.name}: {problem}" for problem in lint_markdown(text, page=True)]
+        return [f"{path.name}: {' '.join(problem.split())}" for problem in lint_markdown(text, page=True)]
     found = []
     for number, cell in enumerate(jupytext.reads(text, fmt="py:percent").cells, 1):
         problems = lint_code(cell.source, path.stem) if cell.cell_type == "code" else lint_markdown(cell.source)
-        found += [f"{path.name}: cell {number}: {problem}" for problem in problems]
+        found += [f"{path.name}: cell {number}: {' '.join(problem.split())}" for problem in problems]
     return found
 
 
 def lint_markdown(text, page=False):
-    """Yield what breaks a rule in a Markdown cell; or in a page, where times may be stated and ```math is understood."""
+    """Yield what breaks a rule in a Markdown cell, or in a page: there times may be stated, and ```math is shown."""
     tokens = MARKDOWN.parse(text)
     formulas = [leaf for token in tokens for leaf in [token, *(token.children or [])] if leaf.type.startswith("math_")]
     for formula in formulas:
@@ -92,7 +92,8 @@ def broken_formulas(text, formulas, page):
     rendered = " ".join(html.unescape(rendered).split())
     for formula, times in Counter(" ".join(formula.content.split()) for formula in formulas).items():
         if rendered.count(formula) < times:
-            yield f"Markdown would change this formula: {formula}"
+            hints = r"\bar P_{i} for \bar{P}_{i}, \thinspace for \,"
+            yield f"Markdown changes this formula (write {hints}): {formula}"
 
 
 def lint_prose(token, page):

@@ -4,15 +4,15 @@ Budget, per element:  tol = 2 (u_io |exact| + u_acc K) + eta, with K the conditi
 the unit roundoffs of the type read and written and of the accumulator, eta the smallest subnormal. score = error / tol.
 NaN, infinities and zeros that mark absence are compared as patterns; shapes and dtypes exactly.
 """
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
 
 from ..names import AXES
 from ..shapes import parse
-from .cases import Case, load_cases, named, needs
-from .numbers import ARITHMETIC, TINY, UNIT, conditioning
+from .cases import Case, load_cases
+from .numbers import TINY, UNIT, cast, conditioning
 
 FACTOR = 2
 
@@ -114,51 +114,75 @@ def check(case, outputs, dtype=None, accumulate=None):
 class Diagnosis:
     """What is known about failing results: the mistake that explains most of them, and how far the next one is."""
     mistake: str = ""                   # its name, "" when no known mistake matches
-    sentence: str = ""
     explained: int = 0                  # failing cases it explains ...
     failing: int = 0                    # ... of so many
     same: list = field(default_factory=list)              # other mistakes that give the same numbers
-    margin: float = np.inf              # distance of the next candidate in units of the match limit
+    margin: float = np.inf              # distance of the next candidate, in budgets around it
     next: str = ""
+    sentences: dict = field(default_factory=dict, repr=False)          # mistake -> what is wrong
+
+    @property
+    def candidates(self):
+        """The mistakes that explain the failures equally well."""
+        return {self.mistake, *self.same} - {""}
+
+    def narrowed(self, other):
+        """This diagnosis with only the candidates it shares with another one, of the same function in another type."""
+        shared = self.candidates & other.candidates
+        if not shared:
+            return self
+        best = other if other.mistake in shared else self
+        name = best.mistake if best.mistake in shared else min(shared)
+        return replace(best, mistake=name, same=sorted(shared - {name}))
 
     def __str__(self):
         if not self.mistake:
             return "no known mistake matches" if self.failing else "nothing to diagnose"
-        text = f"{self.mistake}: {self.sentence}"
+        text = f"{self.mistake}: {self.sentences[self.mistake]}"
         if self.failing > 1:
             text += f" (explains {self.explained} of {self.failing} failing cases)"
         if self.same:
             text += f"; the same numbers as {', '.join(self.same)}"
-        return text + (f"; the next candidate, {self.next}, is {self.margin:.3g} times as far" if self.next else "")
+        if self.next and self.margin <= 1:
+            return text + f"; {self.next} would explain that too, but not the passing cases"
+        return text + (f"; the next candidate, {self.next}, is {self.margin:.3g} budgets away" if self.next else "")
 
 
 def mistakes(module):
     """Slug -> (sentence, function of the inputs of a case, giving a dict of wrong outputs or gradients)."""
-    forward = {slug: (text, named(lambda x, wrong=wrong: wrong(x), module.OUTPUTS)) for slug, (text, wrong) in module.BUGS.items()}
+    forward = {slug: (text, _as_dict(wrong, module.OUTPUTS)) for slug, (text, wrong) in module.BUGS.items()}
     return forward | getattr(module, "VJP_BUGS", {})
+
+
+def _as_dict(wrong, names):
+    def call(x):
+        y = wrong(x)
+        return dict(zip(names, y if isinstance(y, tuple) else (y,)))
+    return call
+
+
+def wrong_outputs(case, slug, dtype):
+    """What a mistake computes on a case in a number type, as float64; {} if it touches nothing the case holds."""
+    call, arguments = _mistake_call(case, slug)
+    with np.errstate(all="ignore"):
+        return {name: np.asarray(y, np.float64) for name, y in call(**cast(arguments, dtype)).items()}
+
+
+def _mistake_call(case, slug):
+    """A mistake as a function of keyword arguments, and the arguments; gradients need cotangents, or there are none."""
+    wrong, forward = mistakes(case.module)[slug][1], slug in case.module.BUGS
+    if not forward and not case.gradients:
+        return (lambda: {}), {}
+    return (lambda **x: wrong(x)), case.inputs if forward else case.inputs | case.cotangents
 
 
 @cache
 def _mistaken(variant, case_name, slug, dtype):
-    """Outputs of a mistake on a case in a number type, and their conditioning; ({}, {}) where it cannot run."""
+    """Outputs of a mistake on a golden case in a number type, and their conditioning K."""
     case = next(c for c in load_cases(variant) if c.name == case_name)
-    return evaluate_mistake(case, slug, dtype)
-
-
-def evaluate_mistake(case, slug, dtype, runs=8):
-    """Outputs of a mistake on a case in a number type and their conditioning K."""
-    wrong = mistakes(case.module)[slug][1]
-    forward = slug in case.module.BUGS
-    if not forward and not case.gradients:
-        return {}, {}
-    x = case.in_dtype(dtype)
-    if not forward:
-        x |= {name: y.astype(ARITHMETIC.get(dtype, dtype)) for name, y in case.cotangents.items()}
-    call = (lambda **x: wrong(x=x)) if forward else (lambda **x: wrong(x))
+    call, arguments = _mistake_call(case, slug)
     with np.errstate(all="ignore"):
-        outputs = {name: np.asarray(y, np.float64) for name, y in call(**x).items()}
-        exact = case.inputs if forward else case.inputs | case.cotangents
-        return outputs, conditioning([call], exact, runs)
+        return wrong_outputs(case, slug, dtype), conditioning([call], arguments, runs=8)
 
 
 def distance(result, slug, accumulate=None):
@@ -208,10 +232,12 @@ def diagnose_all(results, accumulate=None):
     best = [slug for slug in slugs if explained[slug] == most]
     against = {slug: _contradictions(slug, results, accumulate) for slug in best}
     best = [slug for slug in best if against[slug] == min(against.values())]
-    rest = {slug: np.median(far[slug]) for slug in slugs if slug not in best}
-    near = min(rest, key=rest.get, default="")
     name = min(best, key=lambda slug: np.median(far[slug]))
-    return Diagnosis(name, slugs[name][0], most, len(failing), [s for s in best if s != name], rest.get(near, np.inf), near)
+    there = [i for i, d in enumerate(far[name]) if d <= 1]
+    rest = {slug: np.median([far[slug][i] for i in there]) for slug in slugs if slug not in best}
+    near = min(rest, key=rest.get, default="")
+    return Diagnosis(name, most, len(failing), [s for s in best if s != name], rest.get(near, np.inf), near,
+                     {slug: text for slug, (text, _) in slugs.items()})
 
 
 def _contradictions(slug, results, accumulate):

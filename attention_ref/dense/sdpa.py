@@ -132,6 +132,18 @@ def naive(x, a):
     return e / (e.sum(-1, keepdims=True) + np.exp(per_row(x["sink"]) - m))
 
 
+def leaky_cap(x, scores, bias):
+    """The cap after the mask: what was -inf becomes -softcap."""
+    if x["softcap"] is None:
+        return dense(**x)
+    return finish(x, np.where(x["mask"], cap(x, scores), -x["softcap"]) + bias, np.array(True))
+
+
+def sentinel(x):
+    """-1e9 in the type of the scores."""
+    return np.float64(-1e9).astype(x["q"].dtype)
+
+
 def lengths(x):
     return x["q"].shape[2], x["k"].shape[2]
 
@@ -164,8 +176,11 @@ def row_max(x):
 
 
 def sequential_sum(x):
-    e = np.exp(np.where(x["mask"], biased(x) - row_max(x), -np.inf))
-    return (e @ x["v"] / np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0),)
+    """Numerator as it should be, denominator added up one key after the other."""
+    m = np.where(row_max(x) == -np.inf, 0, row_max(x))
+    e = np.exp(np.where(x["mask"], biased(x) - m, -np.inf))
+    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(per_row(x["sink"]) - m)
+    return (e @ unread(x["v"], x["mask"]) / np.where(z == 0, 1, z),)
 
 
 BUGS = dict(
@@ -177,8 +192,8 @@ BUGS = dict(
         **x | {"scale": x["scale"] / x["q"].shape[1] ** 0.5})),
     scale_by_num_heads=("1/sqrt(H) instead of 1/sqrt(dk)", lambda x: dense(**x | {"scale": x["q"].shape[1] ** -0.5})),
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(**x | {"scale": x["q"].shape[3] ** -0.5})),
-    score_overflow=("q k^T is formed before it is scaled and overflows float16", lambda x: (
-        naive(x, np.where(x["mask"], x["scale"] * raw(x, 1.0), -np.inf)) @ x["v"],)),
+    score_overflow=("q k^T is formed before it is scaled and overflows float16", lambda x: finish(
+        x, cap(x, x["scale"] * raw(x, 1.0)) + x["bias"])),
     bias_ignored=("the bias is never added", lambda x: dense(**x | {"bias": 0 * x["bias"]})),
     bias_before_scale=("the bias is scaled together with the scores", lambda x: finish(
         x, cap(x, raw(x) + x["scale"] * x["bias"]))),
@@ -188,8 +203,9 @@ BUGS = dict(
     softcap_before_scale=("the cap acts on q k^T before it is scaled", lambda x: finish(
         x, x["scale"] * cap(x, raw(x, 1.0)) + x["bias"])),
     softcap_after_bias=("the cap acts on scores plus bias", lambda x: finish(x, cap(x, raw(x) + x["bias"]))),
-    softcap_after_mask=("a masked score of -inf becomes -softcap and leaks", lambda x: dense(**x) if x["softcap"] is None
-                        else finish(x, np.where(x["mask"], cap(x, raw(x)), -x["softcap"]) + x["bias"], np.array(True))),
+    softcap_after_mask=("a masked score of -inf becomes -softcap and leaks", lambda x: leaky_cap(x, raw(x), x["bias"])),
+    softcap_after_additive_mask=("bias and mask are added before the cap: -inf becomes -softcap and leaks", lambda x: leaky_cap(
+        x, raw(x) + x["bias"], 0 * x["bias"])),
     mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
     mask_only_causal_kept=("padding or sequence borders are ignored, the causal part is kept", lambda x: dense(
         **x | {"mask": causal_part(x)})),
@@ -219,8 +235,10 @@ BUGS = dict(
         softmax(biased(x), x["mask"], per_row(x["sink"]))[0] @ x["v"],)),
     overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too", lambda x: finish(
         x, np.where(x["mask"], biased(x), 0), np.array(True))),
-    sentinel_does_not_fit=("-1e9 as mask value is -inf in float16", lambda x: (naive(
-        x, np.where(x["mask"], biased(x), np.float64(-1e9).astype(x["q"].dtype))) @ unread(x["v"], x["mask"]),)),
+    sentinel_does_not_fit=("-1e9 in place of a masked score is -inf in float16: NaN where it was uniform", lambda x: (naive(
+        x, np.where(x["mask"], biased(x), sentinel(x))) @ unread(x["v"], x["mask"]),)),
+    sentinel_added_does_not_fit=("-1e9 added to a masked score is -inf in float16: NaN where all keys were seen", lambda x: (naive(
+        x, biased(x) + np.where(x["mask"], 0, sentinel(x))) @ unread(x["v"], x["mask"]),)),
     sentinel_plus_score=("the lowest number is added to a score and rounds to -inf", lambda x: (naive(
         x, biased(x) + np.where(x["mask"], 0, np.finfo(x["q"].dtype).min).astype(x["q"].dtype)) @ unread(x["v"], x["mask"]),)),
     low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", sequential_sum),
@@ -355,7 +373,7 @@ CASES = dict(
         mask=lambda n: causal_of(n) & packed([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]), catches=("mask_only_causal_kept",)),
     empty_row=dict(
         why="a row without keys among others", sizes=SIZES, mask=but_row_1,
-        catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "minus_inf_minus_inf", "sentinel_does_not_fit")),
+        catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "minus_inf_minus_inf", "sentinel_does_not_fit", "sentinel_added_does_not_fit")),
     empty_row_low_scores=dict(
         why="a mask value added to scores of -32 rounds to -inf in float16", sizes=SIZES, mask=but_row_1, scale=0.5,
         q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 4.0),
@@ -380,7 +398,7 @@ CASES = dict(
         why="a cap of 1 under a causal mask and a bias", sizes=SIZES | dict(Tk=8), mask=causal_of, softcap=1.0,
         bias=lambda n: draw("bias", (1, n.H, n.Tq, n.Tk)), conventions=dict(causal="bottom-right"),
         catches=("softcap_dropped", "softcap_before_scale", "softcap_after_bias", "softcap_after_mask",
-                 "softcap_derivative_missing")),
+                 "softcap_after_additive_mask", "softcap_derivative_missing")),
     sink=dict(
         why="one sink logit per head in the denominator", sizes=SIZES | dict(Tk=8), mask=causal_of,
         sink=lambda n: draw("sink", (n.H,)) + 1, conventions=dict(causal="bottom-right"),

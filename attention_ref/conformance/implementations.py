@@ -1,0 +1,55 @@
+"""Run somebody's function on golden cases."""
+import importlib
+import sys
+
+import numpy as np
+
+from .verify import Result, check, diagnose_all
+
+
+def load(text):
+    """The function that module:function names, the current folder included; ValueError if there is none."""
+    module, _, name = text.partition(":")
+    if not module or not name:
+        raise ValueError(f"impl: expected module:function, got {text!r}")
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except ImportError as error:
+        raise ValueError(f"impl: cannot import {module}: {error}") from None
+    except AttributeError:
+        raise ValueError(f"impl: module {module} has no {name}") from None
+    if not callable(function):
+        raise ValueError(f"impl: expected a function, {text} is a {type(function).__name__}")
+    return function
+
+
+def run(function, case, dtype, accumulate=None):
+    """The Result of function on one case: arguments by the names of INPUTS; what it raises is part of the result."""
+    try:
+        outputs = function(**case.in_dtype(dtype))
+        return check(case, outputs, dtype, accumulate)
+    except NotImplementedError as error:
+        return Result(case, dtype, unsupported=str(error) or "not implemented")
+    except Exception as error:
+        return Result(case, dtype, error=f"{type(error).__name__}: {error}")
+
+
+def judge(function, cases, dtype, accumulate=None, progress=lambda text: None):
+    """Results on all cases, and the Diagnosis of what failed.
+
+    Mistakes that give the same numbers in this type are told apart by running the function in wider types as well.
+    """
+    results = []
+    with np.errstate(all="ignore"):
+        for case in cases:
+            progress(case.id)
+            results.append(run(function, case, dtype, accumulate))
+        diagnosis = diagnose_all(results, accumulate)
+        for wider in ("float32", "float64"):
+            if len(diagnosis.candidates) > 1 and wider != dtype:
+                diagnosis = diagnosis.narrowed(diagnose_all([run(function, case, wider) for case in cases]))
+    return results, diagnosis

@@ -1,0 +1,98 @@
+"""What a person reads: tables and explanations, as plain text."""
+import numpy as np
+
+from .verify import FACTOR
+
+
+def table(rows, heads):
+    """Rows of strings under heads, columns aligned, numbers to the right."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    right = [all(row[i][:1].isdigit() for row in rows) for i in range(len(heads))]
+
+    def line(cells):
+        return "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right)).rstrip()
+    return "\n".join([line(heads), line(["-" * w for w in widths]), *map(line, rows)])
+
+
+def number(x):
+    """A score as people want it: two digits, no exponent where it can be read without."""
+    return f"{x:.2f}" if x < 100 else f"{x:.1e}"
+
+
+def explain(result, diagnosis=None):
+    """Why a case failed: the case and its reason, the worst place, and the mistake if it is known."""
+    case = result.case
+    lines = [f"FAILED {case.id} ({result.dtype}): {case.why}"]
+    if result.error:
+        return "\n".join(lines + [f"  the implementation raised {result.error}"])
+    step = next(c for c in result.comparisons if c.score > 1)
+    for c in dict.fromkeys([step.name, result.worst.name]):
+        lines.append("  " + sentence(next(k for k in result.comparisons if k.name == c), case, first=c == step.name))
+    own = {k: v for k, v in case.conventions.items() if k not in case.module.CONVENTIONS}
+    lines += [f"  convention of this case: {k} = {v}" for k, v in own.items()]
+    if diagnosis is not None:
+        lines.append(f"  {diagnosis}")
+    return "\n".join(lines)
+
+
+def sentence(comparison, case, first):
+    """One comparison in words."""
+    c = comparison
+    if c.problem:
+        return f"{c.name}: {c.problem}"
+    label = "first to differ: " if first and case.steps else ""
+    return (f"{label}{c.name} at {c.where(case) or 'its only entry'}: got {c.got:.9g}, expected {c.expected:.9g}, "
+            f"{number(c.score)} times the budget")
+
+
+def verdict(results, diagnosis, dtype):
+    """The whole text for one implementation: the table of cases, the failures, the verdict in the last lines."""
+    rows = [(mark(r), r.case.name, number(r.score) if r.comparisons else "", note(r)) for r in results]
+    text = [table(rows, ("", "case", "error/budget", "why the case exists")), ""]
+    failed = [r for r in results if not r.passed and not r.unsupported]
+    for result in failed:
+        text += [explain(result), ""]
+    passed = sum(r.passed for r in results)
+    unsupported = sum(bool(r.unsupported) for r in results)
+    text.append(f"{results[0].case.variant} in {dtype}: {passed} passed, {len(failed)} failed, {unsupported} unsupported")
+    if failed:
+        text.append(f"diagnosis: {diagnosis}")
+    elif passed:
+        scores = [r.score for r in results if r.passed]
+        text.append(f"largest error {number(max(scores))} times its budget, median {number(np.median(scores))}")
+    return "\n".join(text)
+
+
+def mark(result):
+    return "ok" if result.passed else "unsupported" if result.unsupported else "FAILED"
+
+
+def note(result):
+    return result.unsupported or result.case.why
+
+
+def summaries(rows):
+    """The table of the package's own run and the score of the suite."""
+    cells = [(s.variant, s.forms, s.cases, number(s.worst.score), s.worst.case.name, f"{s.caught}/{s.total}",
+              f"{s.named}/{s.total}", "ok" if s.passed else "FAILED") for s in rows]
+    heads = ("variant", "forms", "cases", "worst error/budget", "in case", "mistakes caught", "named", "")
+    total = sum(s.total for s in rows)
+    score = f"suite score: {sum(s.caught for s in rows)} of {total} mistakes caught, {sum(s.named for s in rows)} named"
+    return f"{table(cells, heads)}\n\n{score}\nbudget: {FACTOR} (u_io |exact| + u_acc K) + eta, K measured and stored with every case"
+
+
+def page(module, cases):
+    """All there is to know about a variant: formula, shapes, conventions, mistakes, cases."""
+    mistakes = {slug: text for bugs in (module.BUGS, getattr(module, "VJP_BUGS", {})) for slug, (text, _) in bugs.items()}
+    shapes = [(name, text or "number") for name, text in module.INPUTS.items()]
+    outputs = [(name, text) for name, text in (module.OUTPUTS | getattr(module, "STEPS", {})).items()]
+    parts = [module.__doc__.strip(), "INPUTS\n" + table(shapes, ("name", "kind and shape")),
+             "OUTPUTS AND STEPS\n" + table(outputs, ("name", "shape")),
+             "CONVENTIONS\n" + table(module.CONVENTIONS.items(), ("what", "ours")),
+             "FORMS\n" + ", ".join(form.__name__ for form in module.FORMS) + (", vjp" if hasattr(module, "vjp") else ""),
+             "CASES\n" + table([(c.name, c.why) for c in cases], ("name", "why it exists")),
+             "MISTAKES\n" + table(mistakes.items(), ("name", "what is wrong"))]
+    return "\n\n".join(parts)
+
+

@@ -1,0 +1,82 @@
+"""The package against its own golden data: every form right, every mistake caught and named."""
+from dataclasses import dataclass
+
+from .. import variants
+from . import cases
+from .numbers import cast
+from .verify import Result, check, diagnose_all, mistakes, wrong_outputs
+
+COMPILED = "float64", "float32"
+NUMPY = "float64", "float32", "float16"
+
+
+@dataclass
+class Summary:
+    """One line of the table: what was run, the worst error as a multiple of its budget, and the mistakes."""
+    variant: str
+    forms: int
+    cases: int
+    worst: Result
+    caught: int
+    named: int
+    total: int
+
+    @property
+    def passed(self):
+        return self.worst.passed and self.caught == self.named == self.total
+
+
+def types_of(form):
+    """The number types a form is verified in: a scalar loop that adds term by term is not meant for float16."""
+    return COMPILED if hasattr(form, "__wrapped__") else NUMPY
+
+
+def run_forms(variant):
+    """Results of every form, of its steps and its VJP, on every case in every type, one by one."""
+    module = variants()[variant]
+    by_name = {form.__name__: form for form in module.FORMS}
+    for case in cases.load_cases(variant):
+        for name, form in cases.forms(module).items():
+            for dtype in types_of(by_name[name]):
+                yield check(case, form(**case.in_dtype(dtype)), dtype)
+        for dtype in NUMPY:
+            if case.steps:
+                steps = cases.named(module.steps, module.STEPS)
+                yield check(case, steps(**cases.needs(module.steps, case.in_dtype(dtype))), dtype)
+            if case.gradients:
+                yield check(case, module.vjp(**cast(case.cotangents | case.inputs, dtype)), dtype)
+
+
+def run_mistake(variant, slug, dtype):
+    """Results of a mistake on every case that holds something it touches."""
+    pairs = ((case, wrong_outputs(case, slug, dtype)) for case in cases.load_cases(variant))
+    return [check(case, outputs, dtype) for case, outputs in pairs if outputs]
+
+
+def name_mistake(variant, slug):
+    """(caught, named): whether a case fails it, and whether its outputs name it and nothing else.
+
+    float16 comes first; what gives the same numbers there is told apart by the wider types.
+    """
+    caught, found = False, None
+    for dtype in ("float16", "float32", "float64"):
+        results = run_mistake(variant, slug, dtype)
+        caught |= any(not r.passed for r in results)
+        diagnosis = diagnose_all(results)
+        found = found.narrowed(diagnosis) if found and found.candidates else diagnosis
+        if found.candidates == {slug}:
+            return caught, True
+    return caught, False
+
+
+def summary(variant, progress=lambda text: None):
+    """Verify one variant of the package; progress is called with a line of text before each part."""
+    module = variants()[variant]
+    progress(f"{variant}: {len(module.FORMS)} forms on {len(module.CASES)} cases")
+    worst = max(run_forms(variant), key=lambda r: (not r.passed, r.score))
+    naming = []
+    for i, slug in enumerate(mistakes(module), 1):
+        progress(f"{variant}: mistake {i} of {len(mistakes(module))}, {slug}")
+        naming.append(name_mistake(variant, slug))
+    caught, named = (sum(column) for column in zip(*naming))
+    return Summary(variant, len(module.FORMS), len(cases.load_cases(variant)), worst, caught, named, len(naming))
