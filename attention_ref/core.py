@@ -11,7 +11,7 @@ from inspect import signature
 
 import numpy as np
 
-from .shapes import expand, head, sizes
+from .shapes import GRID, expand, head, parse, sizes
 
 
 def softmax(s, mask=True, sink=-np.inf):
@@ -95,10 +95,13 @@ def per_head(inputs, outputs):
     """Lift a scalar loop over one head to whole arrays, as the two schemas say.
 
     The loop receives every argument without its B and H axes (an Hkv axis is read at h // (Hq/Hkv), a B? or H? axis of
-    size 1 at 0) and returns one array per output; of one with an Hkv axis the first head of each group is kept. It is
-    compiled for float32, float64 and complex128, and runs as plain Python on every other number system. Heads are
-    independent and run in threads when compiled.
+    size 1 at 0) and returns one array per output; of one with an Hkv axis the first head of each group is kept. Where
+    the first output has no head axis ("B T D") the loop sees all heads of one batch entry. It is compiled for float32,
+    float64 and complex128, and runs as plain Python on every other number system. Heads are independent and run in
+    threads when compiled.
     """
+    grid = [axis for axis in parse(next(iter(outputs.values()))).axes if axis in GRID]
+
     def decorate(loop):
         names = tuple(signature(loop).parameters)
 
@@ -107,18 +110,18 @@ def per_head(inputs, outputs):
             given = signature(loop).bind(*args, **kwargs)
             given.apply_defaults()
             n = sizes(inputs, given.arguments)
-            x = {name: expand(inputs[name], given.arguments[name], n) for name in names}
+            x = {name: expand(inputs[name], given.arguments[name], n, grid) for name in names}
             dtype = x[names[0]].dtype
             fast = dtype in (np.float32, np.float64, np.complex128)
-            run, heads = (njit(loop) if fast else loop), n.get("H", n.get("Hq"))
+            run, shape = (njit(loop) if fast else loop), [n[axis] for axis in grid]
 
-            def one(bh):
-                return run(*(head(inputs[name], x[name], *bh, n, dtype) for name in names))
-            grid = list(np.ndindex(n["B"], heads))
-            results = list(_threads().map(one, grid) if fast else map(one, grid))
+            def one(place):
+                return run(*(head(inputs[name], x[name], dict(zip(grid, place)), n, dtype) for name in names))
+            places = list(np.ndindex(*shape))
+            results = list(_threads().map(one, places) if fast else map(one, places))
             results = [y if isinstance(y, tuple) else (y,) for y in results]
-            ys = [np.stack(y).reshape(n["B"], heads, *np.shape(y[0])) for y in zip(*results)]
-            ys = tuple(y[:, ::heads // n["Hkv"]] if "Hkv" in text else y for text, y in zip(outputs.values(), ys))
+            ys = [np.stack(y).reshape(*shape, *np.shape(y[0])) for y in zip(*results)]
+            ys = tuple(y[:, ::n["Hq"] // n["Hkv"]] if "Hkv" in text else y for text, y in zip(outputs.values(), ys))
             return ys if len(outputs) > 1 else ys[0]
         return lifted
     return decorate

@@ -5,7 +5,8 @@
     "int B"                  integer array
     "D H*dk"                 an axis whose size is a product
     ""                       a number
-    "int" "int =H"           an integer; an integer equal to the size H
+    "int" "int =H" "int >=1" an integer; an integer equal to the size H; one that is not below 1
+    "str a|b"                one of the words a and b
     "optional", "optional str", "optional H"     None is allowed
 """
 import functools
@@ -22,6 +23,8 @@ class Spec(NamedTuple):
     axes: tuple         # symbols, without the question mark
     open: tuple         # True where the axis may be 1
     equals: str         # the size that an integer must equal, or ""
+    least: float        # the smallest value that is allowed
+    choices: tuple      # the words that are allowed, () if any
     optional: bool
 
 
@@ -33,7 +36,9 @@ def parse(text):
     words = [w for w in words if w != "optional"]
     kind = words.pop(0) if words and words[0] in KINDS else "float"
     equals = words.pop()[1:] if words and words[0].startswith("=") else ""
-    return Spec(kind, tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words), equals, optional)
+    least = float(words.pop()[2:]) if words and words[-1].startswith(">=") else -np.inf
+    choices = tuple(words.pop().split("|")) if kind == "str" and words else ()
+    return Spec(kind, tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words), equals, least, choices, optional)
 
 
 def sizes(schema, arguments):
@@ -48,6 +53,7 @@ def sizes(schema, arguments):
         if value is None and spec.optional:
             continue
         _check_kind(name, spec, value)
+        _check_domain(name, spec, value)
         if spec.equals:
             found[spec.equals] = int(value)
         _bind(name, spec, np.shape(value), found)
@@ -64,6 +70,13 @@ def _check_kind(name, spec, value):
         hint = {"mask": " (True = may attend; additive terms are called bias)"}.get(name, "")
         came = "None" if value is None else f"dtype {np.asarray(value).dtype}"
         raise ValueError(f"{name}: expected {spec.kind}{hint}, got {came}")
+
+
+def _check_domain(name, spec, value):
+    if spec.choices and value not in spec.choices:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, spec.choices))}, got {value!r}")
+    if spec.least > -np.inf and np.size(value) and np.min(value) < spec.least:
+        raise ValueError(f"{name}: expected numbers >= {spec.least:g}, got {np.min(value)}")
 
 
 def _bind(name, spec, shape, found):
@@ -98,20 +111,21 @@ def _solve(axis, size, found):
     return known
 
 
-def expand(text, x, n):
-    """x with the missing and size-1 axes of its schema, other than B and heads, broadcast to their sizes n."""
+def expand(text, x, n, grid):
+    """x with the missing and size-1 axes of its schema, other than those of the grid, broadcast to their sizes n."""
     spec = parse(text)
     if not any(spec.open):
         return x
     x = np.asarray(x) if not isinstance(x, np.ndarray) else x
     x = x.reshape((1,) * (len(spec.axes) - x.ndim) + x.shape)
-    return np.broadcast_to(x, [size if a in GRID else n.get(a, size) for a, size in zip(spec.axes, x.shape)])
+    return np.broadcast_to(x, [size if a in grid else n.get(a, size) for a, size in zip(spec.axes, x.shape)])
 
 
-def head(text, x, b, h, n, dtype):
-    """What one head h of one batch entry b sees of x: no B and head axes, floats in the number system dtype."""
+def head(text, x, place, n, dtype):
+    """What one place of the grid (axis -> index) sees of x: no B and head axes, floats in the number system dtype."""
     axes = parse(text).axes
-    place = {"B": b, "H": h, "Hq": h, "Hkv": h * n.get("Hkv", 1) // n.get("Hq", 1)}
+    if "Hq" in place:
+        place = place | {"Hkv": place["Hq"] * n.get("Hkv", 1) // n["Hq"]}
     if axes and x is not None:
         x = x[tuple(min(place[a], size - 1) for a, size in zip(axes, x.shape) if a in place)]
     is_number = isinstance(x, (float, np.ndarray, np.generic)) and np.asarray(x).dtype.kind in "fc"

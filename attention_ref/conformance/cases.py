@@ -53,6 +53,14 @@ class Case:
         """Everything that can be compared: outputs, steps and gradients."""
         return self.steps | self.outputs | self.gradients
 
+    def is_neutral(self, name):
+        """Whether the case leaves an argument at the value that changes nothing."""
+        if name not in self.module.NEUTRAL:
+            return False
+        value = self.module.NEUTRAL[name]
+        value = value(SimpleNamespace(**self.sizes)) if callable(value) else value
+        return bool(np.all(self.inputs[name] == value))
+
     def in_dtype(self, dtype):
         """The inputs in a number type; they lie on the bfloat16 grid, so all types hold the same numbers."""
         return numbers.cast(self.inputs, dtype)

@@ -1,6 +1,7 @@
 """Run somebody's function on golden cases."""
 import importlib
 import sys
+from inspect import signature
 
 import numpy as np
 
@@ -28,14 +29,33 @@ def load(text):
 
 
 def run(function, case, dtype, accumulate=None):
-    """The Result of function on one case: arguments by the names of INPUTS; what it raises is part of the result."""
+    """The Result of function on one case: arguments by the names of INPUTS; what it raises is part of the result.
+
+    An argument that function does not take is left out where the case leaves it neutral; elsewhere it is unsupported.
+    """
+    given = case.in_dtype(dtype)
+    absent = untaken(function, given)
+    needed = [name for name in absent if not case.is_neutral(name)]
+    if needed:
+        return Result(case, dtype, unsupported=f"takes no {', '.join(needed)}")
     try:
-        outputs = function(**case.in_dtype(dtype))
+        outputs = function(**{name: x for name, x in given.items() if name not in absent})
         return check(case, outputs, dtype, accumulate)
     except NotImplementedError as error:
         return Result(case, dtype, unsupported=str(error) or "not implemented")
     except Exception as error:
         return Result(case, dtype, error=f"{type(error).__name__}: {error}")
+
+
+def untaken(function, arguments):
+    """The names among arguments that function has no parameter for."""
+    try:
+        parameters = signature(function).parameters
+    except (TypeError, ValueError):
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in arguments if name not in parameters]
 
 
 def judge(function, cases, dtype, accumulate=None, progress=lambda text: None):

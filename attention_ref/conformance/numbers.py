@@ -4,6 +4,7 @@
     complex128                   derivatives, by a complex step of 1e-200
     balls (python-flint)         certified digits: outputs correctly rounded to float64
     noisy                        conditioning: how far rounding errors of size u move each output
+    counted                      cost: how many operations a formula performs
     bfloat16                     storage only: inputs are on its grid, outputs are rounded to it
 
 `cast` moves a whole case into one system; a call never mixes two.
@@ -53,7 +54,7 @@ class Balls(Numbers):
     def finish(self, y):
         if not isinstance(y, np.ndarray):
             return y
-        return every_to_ball(y).view(Balls) if y.dtype.kind in "fO" and y.size else y
+        return every_to_ball(y).view(Balls) if y.dtype.kind in "fO" else y
 
 
 def to_ball(x):
@@ -131,6 +132,32 @@ class Noisy(Numbers):
 def noisy(x):
     """A float array in noisy arithmetic."""
     return np.asarray(x, np.float64).view(Noisy)
+
+
+class Counted(Numbers):
+    """float64 array that counts operations: a product-sum of n terms is 2n flops, an exponential is kept apart."""
+    total = dict(flops=0, exp=0)
+    APART = {"exp", "log", "tanh", "sqrt"}
+    FREE = {"maximum", "minimum"}
+
+    def compute(self, ufunc, method, xs, options):
+        y = super().compute(ufunc, method, xs, options)
+        if np.asarray(y).dtype.kind == "f" and ufunc.__name__ not in self.FREE:
+            work = np.size(y) if method == "__call__" else np.size(xs[0])
+            work *= 2 * xs[0].shape[-1] if ufunc is np.matmul else 1
+            self.total["exp" if ufunc.__name__ in self.APART else "flops"] += work
+        return y
+
+    def finish(self, y):
+        return y.view(Counted) if isinstance(y, np.ndarray) and y.dtype.kind == "f" else y
+
+
+def count(function, **arguments):
+    """dict(flops, exp): the operations that NumPy performs on arrays in function(**arguments)."""
+    Counted.total = dict(flops=0, exp=0)
+    function(**{name: x.view(Counted) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+                for name, x in arguments.items()})
+    return Counted.total
 
 
 def conditioning(functions, arguments, runs=32, seed=0):

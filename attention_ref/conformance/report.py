@@ -41,7 +41,7 @@ def sentence(comparison, case, first):
     c = comparison
     if c.problem:
         return f"{c.name}: {c.problem}"
-    label = "first to differ: " if first and case.steps else ""
+    label = "first step to differ: " if first and c.name in case.steps else ""
     return (f"{label}{c.name} at {c.where(case) or 'its only entry'}: got {c.got:.9g}, expected {c.expected:.9g}, "
             f"{number(c.score)} times the budget")
 

@@ -89,44 +89,39 @@ def pool_heads(x, heads):
 
 # Mistakes: a name -> what is wrong in one sentence, and the wrong outputs for the inputs x of a case.
 
-def heads_read(x, kv_head):
-    """Query head h reads kv head kv_head(h, Hq, Hkv): a wrong map is MHA with the wrong heads picked."""
+def mha(x, kv_head=lambda h, Hq, Hkv: h * Hkv // Hq):
+    """The inputs as MHA has them: query head h gets a kv head of its own, a copy of kv_head(h, Hq, Hkv)."""
     Hq, Hkv = x["q"].shape[1], x["k"].shape[1]
     picked = kv_head(np.arange(Hq), Hq, Hkv)
-    return dense(**x | {"k": x["k"][:, picked], "v": x["v"][:, picked]})
+    return x | {"k": x["k"][:, picked], "v": x["v"][:, picked]}
 
 
-def repeated_along_keys(y, heads):
-    """Each key repeated G times in a row, and the long row cut into the heads of its group."""
+def repeat_keys(y, heads):
+    """Each key G times in a row, and the long row cut into the G heads of a group."""
     B, Hkv, T, d = y.shape
     return np.repeat(y, heads // Hkv, axis=2).reshape(B, heads, T, d)
 
 
-def regrouped(o, heads):
-    """Heads (Hkv, G) written out in the order (G, Hkv)."""
-    B, Hq, T, d = o.shape
-    return o.reshape(B, heads, Hq // heads, T, d).swapaxes(1, 2).reshape(o.shape)
+def tile_groups(y, heads):
+    """Heads that lie as (Hkv, G), read as (G, Hkv)."""
+    B, Hq, T, d = y.shape
+    return y.reshape(B, heads, Hq // heads, T, d).swapaxes(1, 2).reshape(y.shape)
 
 
-def mask_of(x, head):
+def mask_of_head(x, head):
     """Query head h is given the mask of head(h, G)."""
-    Hq, Hkv = x["q"].shape[1], x["k"].shape[1]
-    picked = head(np.arange(Hq), Hq // Hkv)
-    return dense(**x | {"mask": x["mask"][:, np.minimum(picked, x["mask"].shape[1] - 1)]})
+    Hq, heads = x["q"].shape[1], x["mask"].shape[1]
+    return x | {"mask": x["mask"][:, np.minimum(head(np.arange(Hq), Hq // x["k"].shape[1]), heads - 1)]}
 
 
-def empty(x):
-    """True (B?, Hq?, Tq, 1) for a query that may attend to nothing."""
-    return ~np.broadcast_to(x["mask"], x["mask"].shape[:3] + x["k"].shape[2:3]).any(-1, keepdims=True)
+def weights(x):
+    x = mha(x)
+    return softmax(x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2), x["mask"])[0]
 
 
-def poisoned(x):
-    """Weights of 0 times whatever stands in v."""
-    return softmax(scores(x), x["mask"])[0] @ repeat_heads(x["v"], x["q"].shape[1])
-
-
-def scores(x):
-    return x["scale"] * x["q"] @ repeat_heads(x["k"], x["q"].shape[1]).swapaxes(-1, -2)
+def at_empty_rows(x, value):
+    """o with a value (broadcast to it) for the queries that may attend to nothing."""
+    return np.where(x["mask"].any(-1, keepdims=True), dense(**x)[0], value)
 
 
 def memory_order(a):
@@ -134,15 +129,154 @@ def memory_order(a):
     return a.ravel(order="K").reshape(a.shape)
 
 
-def mean_of_values(x):
-    return repeat_heads(unread(x["v"], x["mask"]), x["q"].shape[1])
-
-
 BUGS = dict(
-    heads_tiled=("query head h reads kv head h mod Hkv", lambda x: heads_read(x, lambda h, Hq, Hkv: h % Hkv)),
-    heads_divided_by_kv_heads=("query head h reads kv head h // Hkv instead of h // (Hq / Hkv)", lambda x: heads_read(
-        x, lambda h, Hq, Hkv: np.minimum(h // Hkv, Hkv - 1))),
-    kv_heads_reversed=("the last kv head serves the first group", lambda x: heads_read(
-        x, lambda h, Hq, Hkv: Hkv - 1 - h * Hkv // Hq)),
-    kv_head_0_for_all=("every query head reads kv head 0, as in MQA", lambda x: heads_read(x, lambda h, Hq, Hkv: 0 * h)),
+    heads_tiled=("query head h reads kv head h mod Hkv", lambda x: dense(**mha(x, lambda h, Hq, Hkv: h % Hkv))),
+    heads_divided_by_kv_heads=("query head h reads kv head h // Hkv instead of h // (Hq/Hkv)", lambda x: dense(
+        **mha(x, lambda h, Hq, Hkv: np.minimum(h // Hkv, Hkv - 1)))),
+    kv_heads_reversed=("the last kv head serves the first group", lambda x: dense(
+        **mha(x, lambda h, Hq, Hkv: Hkv - 1 - h * Hkv // Hq))),
+    kv_head_0_for_all=("every query head reads kv head 0, as in MQA", lambda x: dense(**mha(x, lambda h, Hq, Hkv: 0 * h))),
+    repeat_along_keys=("k and v are repeated along the sequence axis and reshaped", lambda x: dense(
+        **x | {name: repeat_keys(x[name], x["q"].shape[1]) for name in "kv"})),
+    output_heads_tiled=("the heads of o are written out as (G, Hkv) instead of (Hkv, G)", lambda x: (
+        tile_groups(dense(**x)[0], x["k"].shape[1]),)),
+    mask_of_head_0=("the mask of head 0 serves every head", lambda x: dense(**mask_of_head(x, lambda h, G: 0 * h))),
+    mask_of_kv_head=("query head h is given the mask of head h // G", lambda x: dense(**mask_of_head(x, lambda h, G: h // G))),
+    mask_of_first_in_group=("the first head of a group gives its mask to the whole group", lambda x: dense(
+        **mask_of_head(x, lambda h, G: h - h % G))),
+    mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: dense(**x | {"mask": x["mask"][:1]})),
+    mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
+    mask_polarity=("True is read as masked", lambda x: dense(**x | {"mask": ~x["mask"]})),
+    empty_row_nan=("a row without keys is 0/0", lambda x: (at_empty_rows(x, np.nan),)),
+    empty_row_uniform=("a row without keys gives the mean of all values", lambda x: (at_empty_rows(
+        x, unread(mha(x)["v"], x["mask"]).sum(-2, keepdims=True) / max(1, x["k"].shape[2])),)),
+    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ mha(x)["v"],)),
+    scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
+    scale_applied_twice=("q is scaled and so are the scores", lambda x: dense(**x | {"scale": x["scale"] ** 2})),
+    scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(**x | {"scale": x["q"].shape[3] ** -0.5})),
+    value_width_from_keys=("the loop over value channels stops at dk", lambda x: (
+        dense(**x)[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]), dense(**x)[1])),
+    strides_ignored=("a strided view is read as if it were contiguous", lambda x: dense(
+        **x | {name: memory_order(x[name]) for name in "qkv"})),
+    lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / float(np.log(2)))),
+)
+
+
+def per_query_head(x):
+    """dk and dv before the sum over groups, (B, Hq, Tk, d)."""
+    d = vjp(**mha(x))
+    return {name: d[name] for name in ("dk", "dv")}
+
+
+def reduced(x, reduce):
+    """Gradients with reduce(dx (B, Hkv, G, T, d)) in place of the sum over G."""
+    B, Hkv = x["k"].shape[:2]
+    return {name: reduce(d.reshape(B, Hkv, -1, *d.shape[2:])) for name, d in per_query_head(x).items()}
+
+
+def without_row_term(x):
+    return weights(x) * (x["do"] @ unread(mha(x)["v"], x["mask"]).swapaxes(-1, -2))
+
+
+VJP_BUGS = dict(
+    group_gradient_last_head=("the last head of a group overwrites dk and dv of the others", lambda x: reduced(
+        x, lambda d: d[:, :, -1])),
+    group_gradient_mean=("dk and dv are means over the group instead of sums", lambda x: reduced(
+        x, lambda d: d.sum(2) / d.shape[2])),
+    group_gradient_tiled=("dk and dv are summed over the heads h with equal h mod Hkv", lambda x: {
+        name: sum_groups(tile_groups(d, d.shape[1] // x["k"].shape[1]), x["k"].shape[1])
+        for name, d in per_query_head(x).items()}),
+    jacobian_term_missing=("dS = P dP without the row term", lambda x: dict(
+        dq=x["scale"] * without_row_term(x) @ unread(mha(x)["k"], x["mask"]))),
+    dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
+    dk_scale_missing=("dk is not multiplied by scale", lambda x: dict(dk=vjp(**x)["dk"] / x["scale"])),
+    dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
+)
+
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n, or
+# `change`, a function of the drawn inputs x. The why is proved by mistakes the case must catch or a property it shows.
+
+SIZES = dict(B=3, Hq=6, Hkv=2, Tq=5, Tk=7, dk=4, dv=8)
+NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), scale=lambda n: n.dk ** -0.5)
+
+
+def causal_of(n):
+    return causal(n.Tq, n.Tk)[None, None]
+
+
+def mask_per_head(n):
+    """(1, Hq, Tq, Tk) with a hole in every fifth place, elsewhere for every head but 0 and 5."""
+    h, i, j = np.ogrid[:n.Hq, :n.Tq, :n.Tk]
+    return ((2 * h + i + 3 * j) % 5 > 0)[None]
+
+
+def nan_in_last_keys(x):
+    hidden = np.arange(x["k"].shape[2])[:, None] >= 4
+    return dict(k=np.where(hidden, np.nan, x["k"]), v=np.where(hidden, np.nan, x["v"]))
+
+
+def strided(x):
+    """The same numbers as views of (B, T, H, d) memory."""
+    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in "qkv"}
+
+
+def broadcast_heads(x):
+    """o where NumPy broadcasting is the whole head map: Hkv = Hq or Hkv = 1."""
+    return softmax(x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2), x["mask"])[0] @ x["v"]
+
+
+CASES = dict(
+    basic=dict(
+        why="three query heads per kv head and two kv heads: every wrong head map shows", sizes=SIZES,
+        catches=("heads_tiled", "heads_divided_by_kv_heads", "kv_heads_reversed", "kv_head_0_for_all", "repeat_along_keys",
+                 "output_heads_tiled", "scale_missing", "scale_applied_twice", "value_width_from_keys", "lse_base_2",
+                 "group_gradient_last_head", "group_gradient_mean", "group_gradient_tiled")),
+    three_kv_heads=dict(
+        why="two query heads per kv head and three kv heads: group size and group count change places", sizes=SIZES | dict(Hkv=3),
+        catches=("heads_tiled", "heads_divided_by_kv_heads", "output_heads_tiled", "group_gradient_tiled")),
+    mha=dict(
+        why="Hkv = Hq is multi-head attention", sizes=SIZES | dict(Hkv=6),
+        shows=lambda x, y: np.allclose(y["o"], broadcast_heads(x))),
+    mqa=dict(
+        why="Hkv = 1 is multi-query attention: every head reads the one kv head", sizes=SIZES | dict(Hkv=1),
+        shows=lambda x, y: np.allclose(y["o"], broadcast_heads(x))),
+    one_token=dict(
+        why="a single key has weight 1: o is v", sizes=dict(B=1, Hq=1, Hkv=1, Tq=1, Tk=1, dk=1, dv=1),
+        shows=lambda x, y: (y["o"] == x["v"]).all()),
+    one_key=dict(
+        why="with one key each query returns the value of its kv head", sizes=SIZES | dict(Tk=1),
+        shows=lambda x, y: (y["o"] == repeat_heads(x["v"], 6)).all()),
+    no_keys=dict(
+        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0),
+        shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
+    narrow_values=dict(
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16), shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+    scale_given=dict(
+        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
+    causal_wide=dict(
+        why="a causal mask for queries that come after two cached keys", sizes=SIZES, mask=causal_of,
+        conventions=dict(causal="bottom-right"), catches=("mask_dropped", "mask_polarity", "repeat_along_keys")),
+    causal_tall=dict(
+        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tk=2), mask=causal_of,
+        conventions=dict(causal="bottom-right"), catches=("empty_row_nan", "empty_row_uniform")),
+    padding=dict(
+        why="batch entries of different length", sizes=SIZES, mask=lambda n: padding([3, 7, 5], n.Tk),
+        catches=("mask_of_batch_0",)),
+    mask_per_head=dict(
+        why="the heads of a group share keys but not their mask", sizes=SIZES, mask=mask_per_head,
+        catches=("mask_of_head_0", "mask_of_kv_head", "mask_of_first_in_group")),
+    everything=dict(
+        why="a mask per head and batch entry, three kv heads and a given scale at once", sizes=SIZES | dict(Hkv=3), scale=0.75,
+        mask=lambda n: mask_per_head(n) & padding([6, 3, 7], n.Tk),
+        catches=("mask_of_first_in_group", "mask_of_batch_0", "heads_tiled", "scale_ignored")),
+    masked_nan=dict(
+        why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([4, 4, 4], n.Tk),
+        change=nan_in_last_keys, catches=("masked_nan_poison",)),
+    large_scores=dict(
+        why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
+        q=lambda n: np.full((n.B, n.Hq, n.Tq, n.dk), 160.0),
+        change=lambda x: dict(k=np.full_like(x["k"], 160.0) - np.arange(x["k"].shape[2])[:, None]),
+        shows=lambda x, y: np.allclose(y["o"], repeat_heads(x["v"], 6)[:, :, :1])),
+    strided=dict(
+        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=strided, catches=("strides_ignored",)),
 )
