@@ -4,8 +4,8 @@
     z_i  = sum_{j: mask_ij} exp(a_ij) + exp(sink)                           lse_i = log z_i
     p_ij = exp(a_ij) / z_i  where mask_ij, else 0                           o_i   = sum_j p_ij v_j
 
-The paper has scale = 1/sqrt(dk) and no more. Soft cap: Gemma 2 (arXiv:2408.00118, section 2). Sink, one logit per head in
-the denominator: gpt-oss (arXiv:2508.10925). Where code in the wild differs: a row without keys gives NaN or the mean
+The paper has scale = 1/sqrt(dk) and no more. Soft cap: Gemma 2 (arXiv:2408.00118, section 2). Sink, one logit per head
+in the denominator: gpt-oss (arXiv:2508.10925). Where code in the wild differs: a row without keys gives NaN or the mean
 of V (here 0, lse -inf); the cap is applied after bias or mask; lse is in base 2; a sink is a token kept in the cache.
 """
 import numpy as np
@@ -32,7 +32,7 @@ def logits(q, k, bias, scale, softcap):
 
 
 def dense(q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=None):
-    """o (B, H, Tq, dv) and lse (B, H, Tq), as in the equations above; raises ValueError for a shape that does not fit."""
+    """o (B, H, Tq, dv) and lse (B, H, Tq), by the equations above. Raises ValueError for a shape that does not fit."""
     sizes(INPUTS, locals())
     k, v = unread(k, mask), unread(v, mask)
     weights, lse = softmax(logits(q, k, bias, scale, softcap)[-1], mask, per_row(sink))
@@ -104,32 +104,50 @@ FORMS = dense, loop
 
 # Mistakes: a name -> what is wrong in one sentence, and the wrong outputs for the inputs x of a case.
 
-def raw(x, scale=None):
+def but(x, **changes):
+    """The right formula on changed inputs."""
+    return dense(**x | changes)
+
+
+def raw(x, scale):
     """scale q k^T and nothing else."""
-    return (x["scale"] if scale is None else scale) * x["q"] @ x["k"].swapaxes(-1, -2)
-
-
-def finish(x, a, mask=None):
-    """The rest of the formula after wrong logits a, or with a wrong mask."""
-    mask = x["mask"] if mask is None else mask
-    weights, lse = softmax(a, mask, per_row(x["sink"]))
-    return weights @ unread(x["v"], mask), lse
-
-
-def biased(x):
-    """The right logits of a case."""
-    return logits(x["q"], unread(x["k"], x["mask"]), x["bias"], x["scale"], x["softcap"])[-1]
+    return scale * x["q"] @ unread(x["k"], x["mask"]).swapaxes(-1, -2)
 
 
 def cap(x, s):
     return s if x["softcap"] is None else x["softcap"] * np.tanh(s / x["softcap"])
 
 
-def naive(x, a):
-    """Weights of a softmax without any guard for a row of infinities, as most code writes it."""
+def biased(x):
+    """The right logits."""
+    return cap(x, raw(x, x["scale"])) + x["bias"]
+
+
+def finish(x, a, mask=None, sink=None):
+    """The rest of the formula after logits a, with another mask or sink if given."""
+    mask = x["mask"] if mask is None else mask
+    weights, lse = softmax(a, mask, per_row(x["sink"]) if sink is None else sink)
+    return weights @ unread(x["v"], mask), lse
+
+
+def finish_unguarded(x, a):
+    """The same with a softmax as most code writes it: infinities go in, and a row of them is NaN."""
     m = np.maximum(a.max(-1, keepdims=True, initial=-np.inf), per_row(x["sink"]))
     e = np.exp(a - m)
-    return e / (e.sum(-1, keepdims=True) + np.exp(per_row(x["sink"]) - m))
+    return (e / (e.sum(-1, keepdims=True) + np.exp(per_row(x["sink"]) - m)) @ unread(x["v"], x["mask"]),)
+
+
+def row_max(x):
+    """The largest logit of each row (B, H, Tq, 1), 0 for a row without keys."""
+    m = np.where(x["mask"], biased(x), -np.inf).max(-1, keepdims=True, initial=-np.inf)
+    return np.where(m == -np.inf, 0, m)
+
+
+def sequential_sum(x):
+    """Numerator as it should be, denominator added up one key after the other."""
+    e = np.exp(np.where(x["mask"], biased(x) - row_max(x), -np.inf))
+    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(per_row(x["sink"]) - row_max(x))
+    return (e @ unread(x["v"], x["mask"]) / np.where(z == 0, 1, z),)
 
 
 def leaky_cap(x, scores, bias):
@@ -144,14 +162,24 @@ def sentinel(x):
     return np.float64(-1e9).astype(x["q"].dtype)
 
 
+def lowest(x):
+    """The lowest number of the type where the mask hides, else 0."""
+    return np.where(x["mask"], 0, np.finfo(x["q"].dtype).min).astype(x["q"].dtype)
+
+
 def lengths(x):
     return x["q"].shape[2], x["k"].shape[2]
 
 
 def causal_part(x):
-    """The whole mask if some query sees a key after its position (bottom right), else the causal mask alone."""
+    """The causal mask (bottom right) if no query sees a key after its position, else no mask."""
     keep = causal(*lengths(x))
     return np.array(True) if (x["mask"] & ~keep).any() else keep
+
+
+def from_top_left(x):
+    """The mask, or the causal mask of the other anchor where it is causal."""
+    return x["mask"] if causal_part(x).ndim == 0 else causal(*lengths(x), "top-left")
 
 
 def empty(x):
@@ -159,115 +187,108 @@ def empty(x):
     return ~np.broadcast_to(x["mask"], x["mask"].shape[:2] + lengths(x)).any(-1, keepdims=True)
 
 
-def memory_order(a):
-    """The numbers as they lie in memory, read as if the array were contiguous."""
-    return a.ravel(order="K").reshape(a.shape)
-
-
-def batch_of_another_head(x):
-    """The mask of batch entry (h B + b) // H for head h of batch entry b: heads folded first, masks repeated batch first."""
+def mask_of_another_head(x):
+    """Head h of batch entry b takes the mask of batch entry (h B + b) // H: heads folded first, masks batch first."""
     B, H = x["q"].shape[:2]
     b, h = np.ogrid[:B, :H]
     return np.broadcast_to(x["mask"], (B, H) + x["mask"].shape[2:])[(h * B + b) // H, h]
 
 
-def row_max(x):
-    return np.where(x["mask"], biased(x), -np.inf).max(-1, keepdims=True, initial=-np.inf)
+def contiguous(a):
+    """The numbers as they lie in memory, read as if the array were contiguous."""
+    return a.ravel(order="K").reshape(a.shape)
 
 
-def sequential_sum(x):
-    """Numerator as it should be, denominator added up one key after the other."""
-    m = np.where(row_max(x) == -np.inf, 0, row_max(x))
-    e = np.exp(np.where(x["mask"], biased(x) - m, -np.inf))
-    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(per_row(x["sink"]) - m)
-    return (e @ unread(x["v"], x["mask"]) / np.where(z == 0, 1, z),)
+def over_queries(x):
+    a, mask = biased(x).swapaxes(-1, -2), x["mask"].swapaxes(-1, -2)
+    return (softmax(a, mask)[0].swapaxes(-1, -2) @ unread(x["v"], x["mask"]),)
+
+
+def mean_value(x):
+    return unread(x["v"], x["mask"]).sum(-2, keepdims=True) / max(1, x["v"].shape[2])
 
 
 BUGS = dict(
-    softmax_over_queries=("the weights sum to one over the queries instead of the keys", lambda x: (
-        softmax(biased(x).swapaxes(-1, -2), x["mask"].swapaxes(-1, -2))[0].swapaxes(-1, -2) @ unread(x["v"], x["mask"]),)),
-    scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
-    scale_applied_twice=("q is scaled and so are the scores", lambda x: dense(**x | {"scale": x["scale"] ** 2})),
-    scale_by_d_model=("1/sqrt(H dk), the model width, instead of 1/sqrt(dk)", lambda x: dense(
-        **x | {"scale": x["scale"] / x["q"].shape[1] ** 0.5})),
-    scale_by_num_heads=("1/sqrt(H) instead of 1/sqrt(dk)", lambda x: dense(**x | {"scale": x["q"].shape[1] ** -0.5})),
-    scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(**x | {"scale": x["q"].shape[3] ** -0.5})),
-    score_overflow=("q k^T is formed before it is scaled and overflows float16", lambda x: finish(
-        x, cap(x, x["scale"] * raw(x, 1.0)) + x["bias"])),
-    bias_ignored=("the bias is never added", lambda x: dense(**x | {"bias": 0 * x["bias"]})),
-    bias_before_scale=("the bias is scaled together with the scores", lambda x: finish(
-        x, cap(x, raw(x) + x["scale"] * x["bias"]))),
-    exp2_bias_not_rescaled=("exp2 with log2(e) in the scores but not in the bias", lambda x: dense(
-        **x | {"bias": x["bias"] * float(np.log(2))})),
-    softcap_dropped=("the soft cap is accepted and never used", lambda x: dense(**x | {"softcap": None})),
-    softcap_before_scale=("the cap acts on q k^T before it is scaled", lambda x: finish(
-        x, x["scale"] * cap(x, raw(x, 1.0)) + x["bias"])),
-    softcap_after_bias=("the cap acts on scores plus bias", lambda x: finish(x, cap(x, raw(x) + x["bias"]))),
-    softcap_after_mask=("a masked score of -inf becomes -softcap and leaks", lambda x: leaky_cap(x, raw(x), x["bias"])),
-    softcap_after_additive_mask=("bias and mask are added before the cap: -inf becomes -softcap and leaks", lambda x: leaky_cap(
-        x, raw(x) + x["bias"], 0 * x["bias"])),
-    mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
-    mask_only_causal_kept=("padding or sequence borders are ignored, the causal part is kept", lambda x: dense(
-        **x | {"mask": causal_part(x)})),
-    mask_polarity=("True is read as masked", lambda x: dense(**x | {"mask": ~x["mask"]})),
-    mask_added_as_0_1=("the boolean mask is added to the scores as 0 and 1", lambda x: finish(
-        x, biased(x) + x["mask"], np.array(True))),
-    mask_carries_a_constant=("kept entries get 1 added instead of 0: seen in lse", lambda x: dense(
-        **x | {"bias": x["bias"] + 1})),
+    softmax_over_queries=("the weights sum to one over the queries instead of the keys", over_queries),
+    scale_missing=("the scores are not scaled", lambda x: but(x, scale=1.0)),
+    scale_applied_twice=("q is scaled and so are the scores", lambda x: but(x, scale=x["scale"] ** 2)),
+    scale_by_d_model=("1/sqrt(H dk), the model width, instead of 1/sqrt(dk)",
+                      lambda x: but(x, scale=x["scale"] * x["q"].shape[1] ** -0.5)),
+    scale_by_num_heads=("1/sqrt(H) instead of 1/sqrt(dk)", lambda x: but(x, scale=x["q"].shape[1] ** -0.5)),
+    scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: but(x, scale=x["q"].shape[3] ** -0.5)),
+    score_overflow=("q k^T is formed before it is scaled and overflows float16",
+                    lambda x: finish(x, cap(x, x["scale"] * raw(x, 1.0)) + x["bias"])),
+    bias_ignored=("the bias is never added", lambda x: but(x, bias=0 * x["bias"])),
+    bias_before_scale=("the bias is scaled together with the scores",
+                       lambda x: finish(x, cap(x, raw(x, x["scale"]) + x["scale"] * x["bias"]))),
+    exp2_bias_not_rescaled=("exp2 with log2(e) in the scores but not in the bias",
+                            lambda x: but(x, bias=x["bias"] * float(np.log(2)))),
+    softcap_dropped=("the soft cap is accepted and never used", lambda x: but(x, softcap=None)),
+    softcap_before_scale=("the cap acts on q k^T before it is scaled",
+                          lambda x: finish(x, x["scale"] * cap(x, raw(x, 1.0)) + x["bias"])),
+    softcap_after_bias=("the cap acts on scores plus bias",
+                        lambda x: finish(x, cap(x, raw(x, x["scale"]) + x["bias"]))),
+    softcap_after_mask=("a masked score of -inf becomes -softcap and leaks",
+                        lambda x: leaky_cap(x, raw(x, x["scale"]), x["bias"])),
+    softcap_after_additive_mask=("bias and mask are added before the cap: -inf becomes -softcap and leaks",
+                                 lambda x: leaky_cap(x, raw(x, x["scale"]) + x["bias"], 0 * x["bias"])),
+    mask_dropped=("the mask is ignored", lambda x: but(x, mask=np.array(True))),
+    mask_only_causal_kept=("padding or sequence borders are ignored, the causal part is kept",
+                           lambda x: but(x, mask=causal_part(x))),
+    mask_polarity=("True is read as masked", lambda x: but(x, mask=~x["mask"])),
+    mask_added_as_0_1=("the boolean mask is added to the scores as 0 and 1",
+                       lambda x: finish(x, biased(x) + x["mask"], np.array(True))),
+    mask_carries_a_constant=("kept entries get 1 added instead of 0: seen in lse",
+                             lambda x: but(x, bias=x["bias"] + 1)),
     mask_after_softmax=("softmax over all keys, then weights times mask: rows do not sum to one", lambda x: (
         softmax(biased(x), True, per_row(x["sink"]))[0] * x["mask"] @ unread(x["v"], x["mask"]),)),
-    mask_of_head_0=("the mask of head 0 serves every head", lambda x: dense(**x | {"mask": x["mask"][:, :1]})),
-    mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: dense(**x | {"mask": x["mask"][:1]})),
-    mask_head_batch_order=("heads are folded before the batch, masks after it", lambda x: dense(
-        **x | {"mask": batch_of_another_head(x)})),
-    causal_top_left=("the causal diagonal starts at the top left instead of the bottom right", lambda x: dense(
-        **x | {"mask": x["mask"] if causal_part(x).ndim == 0 else causal(*lengths(x), "top-left")})),
-    causal_implied=("no mask is taken to mean causal", lambda x: dense(
-        **x | {"mask": causal(*lengths(x), "top-left") if x["mask"].all() else x["mask"]})),
+    mask_of_head_0=("the mask of head 0 serves every head", lambda x: but(x, mask=x["mask"][:, :1])),
+    mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: but(x, mask=x["mask"][:1])),
+    mask_head_batch_order=("heads are folded before the batch, masks after it",
+                           lambda x: but(x, mask=mask_of_another_head(x))),
+    causal_top_left=("the causal diagonal starts at the top left instead of the bottom right",
+                     lambda x: but(x, mask=from_top_left(x))),
+    causal_implied=("no mask is taken to mean causal",
+                    lambda x: but(x, mask=causal(*lengths(x), "top-left") if x["mask"].all() else x["mask"])),
     empty_row_nan=("a row without keys is 0/0", lambda x: (np.where(empty(x), np.nan, dense(**x)[0]),)),
-    empty_row_uniform=("a row without keys gives the mean of all values", lambda x: (
-        np.where(empty(x), unread(x["v"], x["mask"]).sum(-2, keepdims=True) / max(1, lengths(x)[1]), dense(**x)[0]),)),
-    empty_row_lse_zero=("lse of a row without keys is 0", lambda x: (
-        dense(**x)[0], np.where(dense(**x)[1] == -np.inf, 0, dense(**x)[1]))),
-    minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)", lambda x: (
-        dense(**x)[0], np.where(dense(**x)[1] == -np.inf, np.nan, dense(**x)[1]))),
-    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (
-        softmax(biased(x), x["mask"], per_row(x["sink"]))[0] @ x["v"],)),
-    overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too", lambda x: finish(
-        x, np.where(x["mask"], biased(x), 0), np.array(True))),
-    sentinel_does_not_fit=("-1e9 in place of a masked score is -inf in float16: NaN where it was uniform", lambda x: (naive(
-        x, np.where(x["mask"], biased(x), sentinel(x))) @ unread(x["v"], x["mask"]),)),
-    sentinel_added_does_not_fit=("-1e9 added to a masked score is -inf in float16: NaN where all keys were seen", lambda x: (naive(
-        x, biased(x) + np.where(x["mask"], 0, sentinel(x))) @ unread(x["v"], x["mask"]),)),
-    sentinel_plus_score=("the lowest number is added to a score and rounds to -inf", lambda x: (naive(
-        x, biased(x) + np.where(x["mask"], 0, np.finfo(x["q"].dtype).min).astype(x["q"].dtype)) @ unread(x["v"], x["mask"]),)),
+    empty_row_uniform=("a row without keys gives the mean of all values",
+                       lambda x: (np.where(empty(x), mean_value(x), dense(**x)[0]),)),
+    empty_row_lse_zero=("lse of a row without keys is 0",
+                        lambda x: (dense(**x)[0], np.where(dense(**x)[1] == -np.inf, 0, dense(**x)[1]))),
+    minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)",
+                         lambda x: (dense(**x)[0], np.where(dense(**x)[1] == -np.inf, np.nan, dense(**x)[1]))),
+    masked_nan_poison=("0 * NaN: a masked value is read",
+                       lambda x: (softmax(biased(x), x["mask"], per_row(x["sink"]))[0] @ x["v"],)),
+    overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too",
+                               lambda x: finish(x, np.where(x["mask"], biased(x), 0), np.array(True))),
+    sentinel_does_not_fit=("-1e9 in place of a masked score is -inf in float16: NaN where it was uniform",
+                           lambda x: finish_unguarded(x, np.where(x["mask"], biased(x), sentinel(x)))),
+    sentinel_added_does_not_fit=("-1e9 added to a masked score is -inf in float16: NaN where all keys were seen",
+                                 lambda x: finish_unguarded(x, biased(x) + np.where(x["mask"], 0, sentinel(x)))),
+    sentinel_plus_score=("the lowest number is added to a score and rounds to -inf",
+                         lambda x: finish_unguarded(x, biased(x) + lowest(x))),
     low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", sequential_sum),
     value_width_from_keys=("the loop over value channels stops at dk", lambda x: (
         dense(**x)[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]), dense(**x)[1])),
-    strides_ignored=("a strided view is read as if it were contiguous", lambda x: dense(
-        **x | {name: memory_order(x[name]) for name in "qkv"})),
-    sink_ignored=("the sink is not in the denominator", lambda x: dense(**x | {"sink": x["sink"] - np.inf})),
-    sink_scaled=("the sink logit is multiplied by scale", lambda x: dense(**x | {"sink": x["scale"] * x["sink"]})),
-    sink_not_shifted=("exp(sink) is added to a sum of exp(score - max)", lambda x: (
-        softmax(biased(x), x["mask"], per_row(x["sink"]) + row_max(x))[0] @ unread(x["v"], x["mask"]),)),
+    strides_ignored=("a strided view is read as if it were contiguous",
+                     lambda x: but(x, **{name: contiguous(x[name]) for name in "qkv"})),
+    sink_ignored=("the sink is not in the denominator", lambda x: but(x, sink=x["sink"] - np.inf)),
+    sink_scaled=("the sink logit is multiplied by scale", lambda x: but(x, sink=x["scale"] * x["sink"])),
+    sink_not_shifted=("exp(sink) is added to a sum of exp(score - max)",
+                      lambda x: finish(x, biased(x), sink=per_row(x["sink"]) + row_max(x))[:1]),
     lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / float(np.log(2)))),
-    lse_without_max=("the row maximum is not added back to lse", lambda x: (
-        dense(**x)[0], dense(**x)[1] - np.where(row_max(x) == -np.inf, 0, row_max(x))[..., 0])),
-    lse_without_bias=("lse is of the scores before the bias", lambda x: (
-        dense(**x)[0], dense(**x | {"bias": 0 * x["bias"]})[1])),
-    lse_without_sink=("lse leaves the sink out", lambda x: (
-        dense(**x)[0], dense(**x | {"sink": x["sink"] - np.inf})[1])),
+    lse_without_max=("the row maximum is not added back to lse",
+                     lambda x: (dense(**x)[0], dense(**x)[1] - row_max(x)[..., 0])),
+    lse_without_bias=("lse is of the scores before the bias",
+                      lambda x: (dense(**x)[0], but(x, bias=0 * x["bias"])[1])),
+    lse_without_sink=("lse leaves the sink out", lambda x: (dense(**x)[0], but(x, sink=x["sink"] - np.inf)[1])),
 )
 
 
 def score_gradient(x):
     """d loss / d biased scores (B, H, Tq, Tk): the gradient of a bias that is not broadcast."""
-    B, H, Tq, _ = x["q"].shape
-    return vjp(**x | {"bias": x["bias"] + np.zeros((B, H, Tq, x["k"].shape[2]), x["q"].dtype)})["dbias"]
-
-
-def first_slice(x):
-    return score_gradient(x)[tuple(slice(0, 1) if n == 1 else slice(None) for n in np.shape(x["bias"]))]
+    scores = x["q"] @ unread(x["k"], x["mask"]).swapaxes(-1, -2)
+    return vjp(**x | {"bias": x["bias"] + 0 * scores})["dbias"]
 
 
 def without_row_term(x):
@@ -275,24 +296,32 @@ def without_row_term(x):
     return p * (x["do"] @ unread(x["v"], x["mask"]).swapaxes(-1, -2))
 
 
+def dq_from(x, ds):
+    return dict(dq=x["scale"] * ds @ unread(x["k"], x["mask"]))
+
+
+def first_slice(x):
+    return score_gradient(x)[tuple(slice(0, 1) if n == 1 else slice(None) for n in np.shape(x["bias"]))]
+
+
 VJP_BUGS = dict(
-    jacobian_term_missing=("dS = P dP without the row term", lambda x: dict(
-        dq=x["scale"] * without_row_term(x) @ unread(x["k"], x["mask"]))),
+    jacobian_term_missing=("dS = P dP without the row term", lambda x: dq_from(x, without_row_term(x))),
     dq_scale_missing=("dQ is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
     dk_scale_missing=("dK is not multiplied by scale", lambda x: dict(dk=vjp(**x)["dk"] / x["scale"])),
-    softcap_derivative_missing=("the factor 1 - tanh^2 of the cap is left out", lambda x: dict(
-        dq=x["scale"] * score_gradient(x) @ unread(x["k"], x["mask"]))),
-    bias_gradient_not_reduced=("dbias is a slice, not the sum, over the axes along which bias was broadcast", lambda x: dict(
-        dbias=first_slice(x))),
-    masked_row_gradient_nan=("0 * NaN in the backward of a row without keys", lambda x: dict(
-        dq=np.where(empty(x), np.nan, vjp(**x)["dq"]))),
+    softcap_derivative_missing=("the factor 1 - tanh^2 of the cap is left out",
+                                lambda x: dq_from(x, score_gradient(x))),
+    bias_gradient_not_reduced=("dbias is a slice, not the sum, over the axes along which bias was broadcast",
+                               lambda x: dict(dbias=first_slice(x))),
+    masked_row_gradient_nan=("0 * NaN in the backward of a row without keys",
+                             lambda x: dict(dq=np.where(empty(x), np.nan, vjp(**x)["dq"]))),
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
-    dlse_sign=("dlse is subtracted from the score gradient instead of added", lambda x: vjp(**x | {"dlse": -x["dlse"]})),
+    dlse_sign=("the gradient through lse has the wrong sign", lambda x: vjp(**x | {"dlse": -x["dlse"]})),
     dsink_missing=("the sink gets no gradient", lambda x: dict(dsink=0 * vjp(**x)["dsink"])),
 )
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n, or
-# `change`, a function of the drawn inputs x. A light case has outputs only. The why is proved by mistakes the case must catch or a property it shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
+# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case must catch or by a property it
+# shows. A light case has outputs only.
 
 SIZES = dict(B=2, H=3, Tq=5, Tk=6, dk=4, dv=7)
 NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), bias=np.zeros((1, 1, 1, 1)), sink=np.array([-np.inf]),
@@ -323,8 +352,8 @@ def strided(x):
 CASES = dict(
     basic=dict(
         why="every size differs and none is 1, so no axis can stand for another", sizes=SIZES,
-        catches=("softmax_over_queries", "scale_missing", "scale_applied_twice", "scale_by_d_model", "scale_by_num_heads",
-                 "value_width_from_keys", "lse_base_2", "lse_without_max", "causal_implied")),
+        catches=("softmax_over_queries", "scale_missing", "scale_applied_twice", "scale_by_d_model",
+                 "scale_by_num_heads", "value_width_from_keys", "lse_base_2", "lse_without_max", "causal_implied")),
     one_token=dict(
         why="a single key has weight 1: o is v", sizes=dict(B=1, H=1, Tq=1, Tk=1, dk=1, dv=1),
         shows=lambda x, y: (y["o"] == x["v"]).all()),
@@ -335,14 +364,15 @@ CASES = dict(
         why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0),
         shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4),
+        shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
     causal_wide=dict(
         why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), mask=causal_of,
         conventions=dict(causal="bottom-right"),
-        catches=("causal_top_left", "mask_dropped", "mask_after_softmax", "mask_added_as_0_1", "overflow_clean_up_unmasks",
-                 "mask_polarity")),
+        catches=("causal_top_left", "mask_dropped", "mask_after_softmax", "mask_added_as_0_1",
+                 "overflow_clean_up_unmasks", "mask_polarity")),
     causal_tall=dict(
         why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tq=8), mask=causal_of,
         conventions=dict(causal="bottom-right"),
@@ -360,20 +390,23 @@ CASES = dict(
         catches=("mask_only_causal_kept",)),
     window=dict(
         why="a window with left 1, right 1 and dilation 2", sizes=SIZES | dict(Tq=6, Tk=8),
-        mask=lambda n: window(n.Tq, n.Tk, 1, 1, dilation=2)[None, None], conventions=dict(window="beside the query's own key"),
-        shows=lambda x, y: (np.ptp(x["mask"].sum(-1)) > 0) and (x["mask"].sum(-1) <= 3).all()),
+        mask=lambda n: window(n.Tq, n.Tk, 1, 1, dilation=2)[None, None],
+        conventions=dict(window="keys beside the query's own", anchor="bottom-right"),
+        shows=lambda x, y: np.ptp(x["mask"].sum(-1)) > 0 and (x["mask"].sum(-1) <= 3).all()),
     blocks_per_head=dict(
         why="a block mask that differs from head to head, last block short", sizes=SIZES,
         mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None], catches=("mask_of_head_0",)),
     graph=dict(
-        why="a directed graph with a node that sees nobody", sizes=SIZES | dict(Tk=5), mask=lambda n: graph(EDGES, n.Tq)[None, None],
+        why="a directed graph with a node that sees nobody", sizes=SIZES | dict(Tk=5),
+        mask=lambda n: graph(EDGES, n.Tq)[None, None],
         shows=lambda x, y: (y["o"][:, :, 3] == 0).all() and (y["o"][:, :, 1] != 0).any()),
     packed=dict(
         why="two sequences in one row must not see each other", sizes=SIZES | dict(Tk=5),
         mask=lambda n: causal_of(n) & packed([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]), catches=("mask_only_causal_kept",)),
     empty_row=dict(
         why="a row without keys among others", sizes=SIZES, mask=but_row_1,
-        catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "minus_inf_minus_inf", "sentinel_does_not_fit", "sentinel_added_does_not_fit")),
+        catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "minus_inf_minus_inf",
+                 "sentinel_does_not_fit", "sentinel_added_does_not_fit")),
     empty_row_low_scores=dict(
         why="a mask value added to scores of -32 rounds to -inf in float16", sizes=SIZES, mask=but_row_1, scale=0.5,
         q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 4.0),
@@ -384,15 +417,19 @@ CASES = dict(
         change=nan_in_last_keys, catches=("masked_nan_poison",)),
     bias_full=dict(
         why="a bias for every pair", sizes=SIZES, bias=lambda n: draw("bias", (n.B, n.H, n.Tq, n.Tk)),
-        catches=("bias_ignored", "bias_before_scale", "exp2_bias_not_rescaled", "lse_without_bias", "mask_carries_a_constant")),
+        catches=("bias_ignored", "bias_before_scale", "exp2_bias_not_rescaled", "lse_without_bias",
+                 "mask_carries_a_constant")),
     bias_per_head=dict(
-        why="one bias table per head, shared by the batch", sizes=SIZES, bias=lambda n: draw("bias", (1, n.H, n.Tq, n.Tk)),
+        why="one bias table per head, shared by the batch", sizes=SIZES,
+        bias=lambda n: draw("bias", (1, n.H, n.Tq, n.Tk)),
         catches=("bias_gradient_not_reduced",)),
     bias_per_key=dict(
-        why="a bias per key, as an additive padding mask has", sizes=SIZES, bias=lambda n: draw("bias", (n.B, 1, 1, n.Tk)),
+        why="a bias per key, as an additive padding mask has", sizes=SIZES,
+        bias=lambda n: draw("bias", (n.B, 1, 1, n.Tk)),
         catches=("bias_gradient_not_reduced",)),
     bias_per_query=dict(
-        why="a constant added to a row moves lse and nothing else", sizes=SIZES, bias=lambda n: draw("bias", (1, 1, n.Tq, 1)),
+        why="a constant added to a row moves lse and nothing else", sizes=SIZES,
+        bias=lambda n: draw("bias", (1, 1, n.Tq, 1)),
         catches=("lse_without_bias",)),
     softcap=dict(
         why="a cap of 1 under a causal mask and a bias", sizes=SIZES | dict(Tk=8), mask=causal_of, softcap=1.0,
@@ -408,16 +445,18 @@ CASES = dict(
         sink=lambda n: draw("sink", (n.H,)) + 1, shows=lambda x, y: (y["lse"][:, :, 1] == x["sink"]).all()),
     everything=dict(
         why="mask per head and batch entry, bias, cap and sink at once", sizes=SIZES | dict(Tk=8), softcap=2.0,
-        mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None] & padding([6, 8], n.Tk), bias=lambda n: draw("bias", (n.B, 1, n.Tq, n.Tk)),
-        sink=lambda n: draw("sink", (n.H,)) - 1, catches=("mask_of_head_0", "mask_of_batch_0", "sink_scaled", "softcap_after_mask")),
+        mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None] & padding([6, 8], n.Tk),
+        bias=lambda n: draw("bias", (n.B, 1, n.Tq, n.Tk)), sink=lambda n: draw("sink", (n.H,)) - 1,
+        catches=("mask_of_head_0", "mask_of_batch_0", "sink_scaled", "softcap_after_mask")),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 160.0),
         change=lambda x: dict(k=np.full_like(x["k"], 160.0) - np.arange(x["k"].shape[2])[:, None]),
         shows=lambda x, y: (x["q"] @ x["k"].swapaxes(-1, -2)).max() > 65504 and np.allclose(y["o"], x["v"][:, :, :1])),
     many_keys=dict(
-        why="6000 equal weights: a float16 sum that grows one by one stops at 2048", sizes=dict(B=1, H=1, Tq=2, Tk=6000, dk=1, dv=2), light=True,
-        q=lambda n: np.zeros((n.B, n.H, n.Tq, n.dk)), change=lambda x: dict(v=1 + x["v"] % 2),
+        why="6000 equal weights: a float16 sum that grows one by one stops at 2048", light=True,
+        sizes=dict(B=1, H=1, Tq=2, Tk=6000, dk=1, dv=2),
+        change=lambda x: dict(q=0 * x["q"], v=1 + x["v"] % 2),
         shows=lambda x, y: np.allclose(y["lse"], np.log(6000))),
     strided=dict(
         why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=strided, catches=("strides_ignored",)),
