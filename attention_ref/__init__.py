@@ -1,7 +1,8 @@
 """attention_ref: what attention, in every form, is supposed to compute.
 
-Every variant is a module with agreed names in it (`INPUTS`, `OUTPUTS`, `FORMS`, `vjp`, `BUGS`, `CASES`): `attention_ref.sdpa`,
-`attention_ref.gqa`, ... `load_cases` gives golden cases, `check` and `diagnose` judge the outputs of an implementation.
+Every variant is a module with agreed names in it (`INPUTS`, `OUTPUTS`, `FORMS`, `vjp`, `BUGS`, `CASES`):
+`attention_ref.sdpa`, `attention_ref.gqa`, ... `load_cases` gives golden cases, `check` and `diagnose` judge the outputs
+of an implementation.
 """
 import importlib
 import pkgutil

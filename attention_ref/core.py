@@ -22,6 +22,7 @@ def softmax(s, mask=True, sink=-np.inf):
     A masked score is never read. A row with no key and no sink has weights 0 and lse -inf.
     """
     s = np.where(mask, s, -np.inf)
+    sink = np.asarray(sink, s.dtype)
     m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
     m = np.where(m == -np.inf, 0, m)
     e = np.exp(s - m)
@@ -43,8 +44,8 @@ def unread(x, mask):
 
 def sum_to(x, shape):
     """Sum x over the axes along which an array of this shape was broadcast: the VJP of broadcasting."""
-    x = x.sum(tuple(range(x.ndim - len(shape))))
-    return x.sum(tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)
+    full = (1,) * (x.ndim - len(shape)) + tuple(shape)
+    return x.sum(tuple(i for i, n in enumerate(full) if n == 1 and x.shape[i] != 1), keepdims=True).reshape(shape)
 
 
 def repeat_heads(x, heads):
@@ -77,7 +78,7 @@ def chunks(x, size):
 
 @functools.cache
 def njit(loop):
-    """The loop compiled by numba (no fastmath, GIL released); the loop itself, with one warning, where numba is absent."""
+    """The loop compiled by numba, without fastmath; the loop itself, with one warning, where numba is absent."""
     try:
         import numba
     except ImportError:
@@ -88,7 +89,7 @@ def njit(loop):
 
 @functools.cache
 def _warn_once():
-    warnings.warn("numba is not installed: the loops run as plain Python, correct but slow", RuntimeWarning, stacklevel=4)
+    warnings.warn("numba is not installed: loops run as plain Python, right but slow", RuntimeWarning, stacklevel=4)
 
 
 def per_head(inputs, outputs):

@@ -2,6 +2,7 @@
 
 Tq, Tk are the numbers of queries and keys. The anchor says which corner of a rectangle the diagonal starts from:
 "top-left" keeps j <= i, "bottom-right" keeps j <= i + Tk - Tq (the last query sees every key). With Tq = Tk they agree.
+An anchor may also be the position of query 0 itself, an integer or an array of them that broadcasts with (Tq, Tk).
 """
 import numpy as np
 
@@ -14,9 +15,11 @@ def grid(Tq, Tk):
 
 
 def diagonal(Tq, Tk, anchor="bottom-right"):
-    """The key position at which query 0 stands: 0 or Tk - Tq."""
+    """The key position at which query 0 stands: 0, Tk - Tq (Tk may be an array of lengths), or the anchor if it is a number."""
+    if np.asarray(anchor).dtype.kind in "iu":
+        return anchor
     if anchor not in ANCHORS:
-        raise ValueError(f"anchor: expected one of {ANCHORS}, got {anchor!r}")
+        raise ValueError(f"anchor: expected one of {ANCHORS} or integers, got {anchor!r}")
     return Tk - Tq if anchor == "bottom-right" else 0
 
 
@@ -32,17 +35,17 @@ def causal(Tq, Tk, anchor="bottom-right"):
 
 
 def padding(lengths, Tk):
-    """(B, 1, 1, Tk) batch entry b has lengths[b] keys; the rest is padding."""
-    return (np.arange(Tk) < np.asarray(lengths)[:, None])[:, None, None, :]
+    """(B, 1, 1, Tk) batch entry b has lengths[b] keys, 0 to Tk; the rest is padding."""
+    lengths = np.asarray(lengths)
+    if (lengths < 0).any() or (lengths > Tk).any():
+        raise ValueError(f"lengths: expected numbers of keys from 0 to {Tk}, got {lengths}")
+    return (np.arange(Tk) < lengths[:, None])[:, None, None, :]
 
 
 def window(Tq, Tk, left=None, right=None, dilation=1, anchor="bottom-right"):
     """(Tq, Tk) `left` keys before and `right` keys after the query's own, `dilation` apart; None leaves a side open."""
-    for name, size in dict(left=left, right=right).items():
-        if size is not None and size < 0:
-            raise ValueError(f"{name}: expected a number of keys >= 0 or None (open), got {size}")
-    if dilation < 1:
-        raise ValueError(f"dilation: expected an integer >= 1, got {dilation}")
+    at_least(0, left=left, right=right)
+    at_least(1, dilation=dilation)
     i, j = grid(Tq, Tk)
     steps, rest = np.divmod(j - i - diagonal(Tq, Tk, anchor), dilation)
     keep = rest == 0
@@ -51,18 +54,25 @@ def window(Tq, Tk, left=None, right=None, dilation=1, anchor="bottom-right"):
     return keep if right is None else keep & (steps <= right)
 
 
+def at_least(least, **numbers):
+    """Raise ValueError for a number, other than None, that is below `least`."""
+    for name, n in numbers.items():
+        if n is not None and n < least:
+            raise ValueError(f"{name}: expected an integer >= {least}, got {n}")
+
+
 def blocks(pattern, size, Tq, Tk):
     """(..., Tq, Tk) from a boolean pattern (..., query blocks, key blocks) of blocks `size` wide; the last may be short."""
-    pattern = np.asarray(pattern)
-    if pattern.dtype != bool or pattern.shape[-2:] != (-(-Tq // size), -(-Tk // size)):
-        raise ValueError(f"pattern: expected bool of shape (..., {-(-Tq // size)}, {-(-Tk // size)}), "
-                         f"got {pattern.dtype} {pattern.shape}")
+    at_least(1, size=size)
+    pattern, fits = np.asarray(pattern), (-(-Tq // size), -(-Tk // size))
+    if pattern.dtype != bool or pattern.shape[-2:] != fits:
+        raise ValueError(f"pattern: expected bool of shape (..., {fits[0]}, {fits[1]}), got {pattern.dtype} {pattern.shape}")
     return pattern.repeat(size, -2).repeat(size, -1)[..., :Tq, :Tk]
 
 
 def packed(query_segments, key_segments):
-    """(Tq, Tk) sequences laid end to end in one row: a query sees the keys of its own segment number only."""
-    return np.asarray(query_segments)[:, None] == np.asarray(key_segments)[None, :]
+    """(..., Tq, Tk) from segment numbers (..., Tq) and (..., Tk) of sequences that share a row: a query sees its own only."""
+    return np.asarray(query_segments)[..., :, None] == np.asarray(key_segments)[..., None, :]
 
 
 def global_(Tq, Tk, tokens):
@@ -72,8 +82,11 @@ def global_(Tq, Tk, tokens):
 
 
 def graph(edges, Tq, Tk=None):
-    """(Tq, Tk) from edges (E, 2) of (source key j, target query i): a node sees the nodes that point at it."""
+    """(Tq, Tk) from edges (E, 2) of (source key j, target query i): a node sees the nodes that point at it. Tk is Tq if None."""
     keep = np.zeros((Tq, Tq if Tk is None else Tk), bool)
-    source, target = np.asarray(edges).T
+    edges = np.reshape(np.asarray(edges, int), (-1, 2))
+    if (edges < 0).any() or (edges >= keep.shape[::-1]).any():
+        raise ValueError(f"edges: expected pairs of source below {keep.shape[1]} and target below {Tq}, got {edges.tolist()}")
+    source, target = edges.T
     keep[target, source] = True
     return keep

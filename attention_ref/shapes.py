@@ -19,6 +19,7 @@ KINDS = {"bool": "b", "int": "iu", "float": "fcO", "str": "U"}
 
 
 class Spec(NamedTuple):
+    """One schema string, taken apart."""
     kind: str           # bool, int, float or str
     axes: tuple         # symbols, without the question mark
     open: tuple         # True where the axis may be 1
@@ -38,7 +39,8 @@ def parse(text):
     equals = words.pop()[1:] if words and words[0].startswith("=") else ""
     least = float(words.pop()[2:]) if words and words[-1].startswith(">=") else -np.inf
     choices = tuple(words.pop().split("|")) if kind == "str" and words else ()
-    return Spec(kind, tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words), equals, least, choices, optional)
+    axes, may_be_1 = tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words)
+    return Spec(kind, axes, may_be_1, equals, least, choices, optional)
 
 
 def sizes(schema, arguments):

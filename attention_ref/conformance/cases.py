@@ -1,7 +1,7 @@
 """Golden cases: drawn from a variant file, certified, written, and read back.
 
-A variant's golden data is `golden/<variant>.json` (what each case is and why it exists) and `golden/<variant>.safetensors`
-(its tensors, named case/name). `golden/index.json` holds the sha256 of every file.
+A variant's golden data is `golden/<variant>.json` (what each case is and why it exists) and
+`golden/<variant>.safetensors` (its tensors, named case/name). `golden/index.json` holds the sha256 of every file.
 """
 import hashlib
 import json
@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 @dataclass
 class Case:
-    """One golden case. Arrays are float64 (bool and int where the schema says so); scalars and options are Python values."""
+    """One golden case. Arrays are float64, bool or int as the schema says; scalars and options are Python values."""
     variant: str
     name: str
     why: str
@@ -138,17 +138,19 @@ def index_of(cases, module):
     return dict(
         format=FORMAT, variant=variant_name(module), source=module.__doc__.splitlines()[0], inputs=module.INPUTS,
         outputs=module.OUTPUTS, steps=getattr(module, "STEPS", {}), conventions=module.CONVENTIONS,
-        mistakes=mistakes(module.BUGS) | mistakes(getattr(module, "VJP_BUGS", {})), cases=[record(case) for case in cases])
+        mistakes=mistakes(module.BUGS) | mistakes(getattr(module, "VJP_BUGS", {})),
+        cases=[record(case) for case in cases])
 
 
 def record(case):
+    """What the index says of a case."""
     arrays = {name: x for name, x in case.inputs.items() if isinstance(x, np.ndarray)}
     order = {name: memory_axes(x) for name, x in arrays.items() if not x.flags.c_contiguous}
     return dict(
         name=case.name, why=case.why, sizes=case.sizes, conventions=case.conventions, inputs=sorted(arrays),
         options={name: x for name, x in case.inputs.items() if name not in arrays}, memory_order=order,
-        outputs=list(case.outputs), steps=list(case.steps), cotangents=list(case.cotangents), gradients=list(case.gradients),
-        bits=case.bits, radius=f"{case.radius:.0e}", catches=case.catches)
+        outputs=list(case.outputs), steps=list(case.steps), cotangents=list(case.cotangents),
+        gradients=list(case.gradients), bits=case.bits, radius=f"{case.radius:.0e}", catches=case.catches)
 
 
 def memory_axes(x):
@@ -157,11 +159,15 @@ def memory_axes(x):
 
 
 def tensors_of(cases):
-    """case/name -> array for every tensor of a variant; K.name is the conditioning of name."""
+    """case/name -> array for every tensor of a variant; K.name is the conditioning of name.
+
+    Inputs and cotangents are exact in float32; what is expected is float64.
+    """
     found = {}
     for case in cases:
-        arrays = {name: x for name, x in case.inputs.items() if isinstance(x, np.ndarray)}
-        arrays |= case.cotangents | case.expected
+        arrays = {name: x for name, x in case.inputs.items() if isinstance(x, np.ndarray)} | case.cotangents
+        arrays = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in arrays.items()}
+        arrays |= case.expected
         arrays |= {f"K.{name}": k for name, k in case.conditioning.items()}
         found |= {f"{case.name}/{name}": x for name, x in arrays.items()}
     return found
@@ -172,14 +178,17 @@ def write(module, cases, folder=GOLDEN):
     name = variant_name(module)
     text = json.dumps(index_of(cases, module), indent=1) + "\n"
     tensors.write_whole(folder / f"{name}.json", text.encode())
-    tensors.write_whole(folder / f"{name}.safetensors", tensors.pack(tensors_of(cases)))
+    arrays = tensors_of(cases)
+    short = {key for key in arrays if "/K." in key}
+    tensors.write_whole(folder / f"{name}.safetensors", tensors.pack(arrays, bfloat16=short))
 
 
 def write_index(folder=GOLDEN):
     """sha256 and size of every golden file, in golden/index.json."""
-    files = sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors") and p.stem not in ("index", "schema"))
+    files = sorted(p for name in variants() for p in folder.glob(f"{name}.*"))
     entries = {p.name: dict(sha256=hashlib.sha256(p.read_bytes()).hexdigest(), bytes=p.stat().st_size) for p in files}
-    tensors.write_whole(folder / "index.json", (json.dumps(dict(format=FORMAT, files=entries), indent=1) + "\n").encode())
+    text = json.dumps(dict(format=FORMAT, files=entries), indent=1) + "\n"
+    tensors.write_whole(folder / "index.json", text.encode())
 
 
 def read(path):
@@ -219,13 +228,14 @@ def _load(variant, folder):
 
 def _case(variant, entry, stored):
     def take(names, prefix=""):
-        return {name: stored[f"{entry['name']}/{prefix}{name}"] for name in names}
+        found = {name: stored[f"{entry['name']}/{prefix}{name}"] for name in names}
+        return {name: x.astype(np.float64) if x.dtype.kind == "f" else x for name, x in found.items()}
     inputs = take(entry["inputs"]) | entry["options"]
     for name, axes in entry["memory_order"].items():
         inputs[name] = np.ascontiguousarray(inputs[name].transpose(axes)).transpose(np.argsort(axes))
     expected = entry["outputs"] + entry["steps"] + entry["gradients"]
     order = variants()[variant].INPUTS
     return Case(variant, entry["name"], entry["why"], entry["sizes"], entry["conventions"],
-                {name: inputs[name] for name in order}, take(entry["outputs"]), take(entry["steps"]), take(entry["cotangents"]),
-                take(entry["gradients"]), take(expected, "K."),
+                {name: inputs[name] for name in order}, take(entry["outputs"]), take(entry["steps"]),
+                take(entry["cotangents"]), take(entry["gradients"]), take(expected, "K."),
                 entry["bits"], float(entry["radius"]), entry["catches"])

@@ -9,12 +9,13 @@ from pathlib import Path
 from .. import __version__, variants
 from . import cases, report
 from .numbers import UNIT
+from .verify import mistakes
 
 EXAMPLES = """examples:
   attention-ref list
   attention-ref show sdpa
   attention-ref verify                                  every form of every variant against the golden outputs
-  attention-ref verify sdpa --impl mymodule:attention   your function, called as attention(q=..., k=..., v=..., mask=..., ...)
+  attention-ref verify sdpa --impl mymodule:attention   your function, called as attention(q=..., k=..., v=..., ...)
   attention-ref verify gqa --impl mymodule:gqa --dtype float16 --case causal
   attention-ref golden gqa --out /tmp/golden            make golden data anew
 
@@ -35,7 +36,7 @@ def parser():
     add = commands.add_parser("verify", help="verify the package itself, or your function", epilog=EXAMPLES,
                               formatter_class=argparse.RawDescriptionHelpFormatter)
     add.add_argument("variant", nargs="?", help="all of them if left out")
-    add.add_argument("--impl", metavar="MODULE:FUNCTION", help="your function; arguments are passed by the names in INPUTS")
+    add.add_argument("--impl", metavar="MODULE:FUNCTION", help="your function; arguments come by the names in INPUTS")
     add.add_argument("--dtype", choices=list(UNIT), default="float64", help="the type of the arrays it gets (float64)")
     add.add_argument("--accumulate", choices=list(UNIT), help="the type of its sums, if wider than --dtype")
     add.add_argument("--case", help="only the cases whose name contains this")
@@ -61,8 +62,8 @@ def main(arguments=None):
 def list_(options):
     def first_line(module):
         return module.__doc__.splitlines()[0].split(".  ")[0].rstrip(".")
-    found = [dict(variant=name, family=module.__name__.split(".")[-2], title=first_line(module), forms=len(module.FORMS),
-                  cases=len(module.CASES), mistakes=len(module.BUGS) + len(getattr(module, "VJP_BUGS", {})))
+    found = [dict(variant=name, family=module.__name__.split(".")[-2], title=first_line(module),
+                  forms=len(module.FORMS), cases=len(module.CASES), mistakes=len(mistakes(module)))
              for name, module in variants().items()]
     print(json.dumps(found, indent=1) if options.json else report.table([f.values() for f in found], list(found[0])))
 
@@ -115,7 +116,10 @@ def golden(options):
             raise ValueError(f"variant: expected one of {', '.join(variants())}, got {name!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
-    remake(options.variant or list(variants()), options.out, lambda text: print(f"{time.time() - start:5.0f} s  {text}"))
+
+    def progress(text):
+        print(f"{time.time() - start:5.0f} s  {text}", flush=True)
+    remake(options.variant or list(variants()), options.out, progress)
 
 
 class Line:

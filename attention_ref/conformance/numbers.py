@@ -39,6 +39,7 @@ class Numbers(np.ndarray):
         return tuple(map(self.finish, y)) if isinstance(y, tuple) else self.finish(y)
 
     def compute(self, ufunc, method, xs, options):
+        """The result of a ufunc on plain arrays."""
         return getattr(ufunc, method)(*xs, **options)
 
 
@@ -76,7 +77,7 @@ def certified(function, arguments, bits=128):
     """The float64 values nearest to the exact outputs of function(**arguments), with the bits it took and the radius.
 
     function returns a dict of arrays. Both ends of every ball must round to the same float64, else the precision is
-    doubled. Returns (outputs, bits, radius), radius the largest among the balls; raises ArithmeticError beyond 2^14 bits.
+    doubled. Returns (outputs, bits, radius), radius the largest of the balls. ArithmeticError beyond 2^14 bits.
     """
     from flint import ctx
     given = cast(arguments, "balls")
@@ -85,7 +86,8 @@ def certified(function, arguments, bits=128):
         outputs = {name: every_to_ball(y) for name, y in function(**given).items()}
         low = {name: _round(y, "lower") for name, y in outputs.items()}
         if all(np.array_equal(low[name], _round(y, "upper"), equal_nan=True) for name, y in outputs.items()):
-            return low, bits, max((float(x.rad()) for y in outputs.values() for x in y.flat if x.is_finite()), default=0.0)
+            radii = (float(x.rad()) for y in outputs.values() for x in y.flat if x.is_finite())
+            return low, bits, max(radii, default=0.0)
         bits *= 2
     raise ArithmeticError("an output cannot be certified: its ball holds a rounding boundary at 2^14 bits")
 
@@ -103,7 +105,7 @@ def nearest(x):
 
 
 class Noisy(Numbers):
-    """float64 array in which every operation errs by a random relative u, sums and products by u sqrt(n) of their size."""
+    """float64 array in which every operation errs by a random relative u, a sum of n terms by u sqrt(n) of its size."""
     u = 2.0 ** -24
     random = np.random.default_rng(0)
     EXACT = {"maximum", "minimum", "negative", "positive", "absolute", "isnan", "isfinite"}
@@ -122,7 +124,8 @@ class Noisy(Numbers):
             return np.abs(xs[0]) @ np.abs(xs[1]) * np.sqrt(xs[0].shape[-1])
         if ufunc is np.add and method in ("reduce", "accumulate"):
             total = getattr(ufunc, method)(np.abs(xs[0]), **options)
-            return total * np.sqrt(max(1, np.size(xs[0]) / max(1, np.size(total)) if method == "reduce" else xs[0].shape[-1]))
+            terms = np.size(xs[0]) / max(1, np.size(total)) if method == "reduce" else xs[0].shape[-1]
+            return total * np.sqrt(max(1, terms))
         return np.abs(y)
 
     def finish(self, y):
@@ -163,8 +166,8 @@ def count(function, **arguments):
 def conditioning(functions, arguments, runs=32, seed=0):
     """Name -> K, shaped like the output: the largest deviation of a noisy run from the plain one, in units of u.
 
-    functions are forms of one formula, each returning a dict of arrays. K is rounded up to 8 bits, so that the last
-    digits of a machine's arithmetic do not show in it.
+    functions are forms of one formula, each returning a dict of arrays. K is rounded up to a bfloat16, so that the
+    last digits of a machine's arithmetic do not show in it.
     """
     Noisy.random = np.random.default_rng(seed)
     worst = {}
@@ -180,7 +183,7 @@ def conditioning(functions, arguments, runs=32, seed=0):
 
 def _round_up(k):
     mantissa, exponent = np.frexp(k)
-    return np.ldexp(np.ceil(mantissa * 256) / 256, exponent)
+    return np.where(k > 0, np.maximum(np.ldexp(np.ceil(mantissa * 256) / 256, exponent), 2.0 ** -126), 0)
 
 
 def round_to(x, dtype):

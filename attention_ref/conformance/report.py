@@ -1,7 +1,7 @@
 """What a person reads: tables and explanations, as plain text."""
 import numpy as np
 
-from .verify import FACTOR
+from .verify import FACTOR, mistakes
 
 
 def table(rows, heads):
@@ -55,7 +55,8 @@ def verdict(results, diagnosis, dtype):
         text += [explain(result), ""]
     passed = sum(r.passed for r in results)
     unsupported = sum(bool(r.unsupported) for r in results)
-    text.append(f"{results[0].case.variant} in {dtype}: {passed} passed, {len(failed)} failed, {unsupported} unsupported")
+    counts = f"{passed} passed, {len(failed)} failed, {unsupported} unsupported"
+    text.append(f"{results[0].case.variant} in {dtype}: {counts}")
     if failed:
         text.append(f"diagnosis: {diagnosis}")
     elif passed:
@@ -65,10 +66,12 @@ def verdict(results, diagnosis, dtype):
 
 
 def mark(result):
+    """One word for a result."""
     return "ok" if result.passed else "unsupported" if result.unsupported else "FAILED"
 
 
 def note(result):
+    """Why the case exists, or why it was not run."""
     return result.unsupported or result.case.why
 
 
@@ -79,20 +82,21 @@ def summaries(rows):
     heads = ("variant", "forms", "cases", "worst error/budget", "in case", "mistakes caught", "named", "")
     total = sum(s.total for s in rows)
     score = f"suite score: {sum(s.caught for s in rows)} of {total} mistakes caught, {sum(s.named for s in rows)} named"
-    return f"{table(cells, heads)}\n\n{score}\nbudget: {FACTOR} (u_io |exact| + u_acc K) + eta, K measured and stored with every case"
+    budget = f"budget: {FACTOR} (u_io |exact| + u_acc K) + eta, K measured and stored with every case"
+    return f"{table(cells, heads)}\n\n{score}\n{budget}"
 
 
 def page(module, cases):
     """All there is to know about a variant: formula, shapes, conventions, mistakes, cases."""
-    mistakes = {slug: text for bugs in (module.BUGS, getattr(module, "VJP_BUGS", {})) for slug, (text, _) in bugs.items()}
+    wrong = [(slug, text) for slug, (text, _) in mistakes(module).items()]
     shapes = [(name, text or "number") for name, text in module.INPUTS.items()]
     outputs = [(name, text) for name, text in (module.OUTPUTS | getattr(module, "STEPS", {})).items()]
     parts = [module.__doc__.strip(), "INPUTS\n" + table(shapes, ("name", "kind and shape")),
              "OUTPUTS AND STEPS\n" + table(outputs, ("name", "shape")),
              "CONVENTIONS\n" + table(module.CONVENTIONS.items(), ("what", "ours")),
-             "FORMS\n" + ", ".join(form.__name__ for form in module.FORMS) + (", vjp" if hasattr(module, "vjp") else ""),
+             "FORMS\n" + ", ".join([form.__name__ for form in module.FORMS] + ["vjp"] * hasattr(module, "vjp")),
              "CASES\n" + table([(c.name, c.why) for c in cases], ("name", "why it exists")),
-             "MISTAKES\n" + table(mistakes.items(), ("name", "what is wrong"))]
+             "MISTAKES\n" + table(wrong, ("name", "what is wrong"))]
     return "\n\n".join(parts)
 
 

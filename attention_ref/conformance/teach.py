@@ -1,4 +1,4 @@
-"""What the notebooks and learners call: every function prints one result and raises AssertionError if a claim is false."""
+"""What notebooks and learners call: each function prints one result and raises AssertionError if a claim is false."""
 import numpy as np
 
 from .. import variants
@@ -41,11 +41,11 @@ def forms_table(variant, case):
 def largest_error(got, exact):
     """Largest absolute difference where exact is finite."""
     finite = np.isfinite(exact)
-    return float(np.max(np.abs(got.astype(np.float64) - exact)[finite], initial=0))
+    return float(np.max(np.abs(got.astype(np.float64)[finite] - exact[finite]), initial=0))
 
 
 def gradient_table(variant, case, limit=1e-12):
-    """Print, input by input, how far the VJP of a variant is from a complex step through its definition, on a golden case."""
+    """Print, input by input, how far the VJP of a variant is from a complex step through its definition."""
     golden = cases.load_cases(variant, case)[0]
     rows = [(name, f"{error:.0e}") for name, error in gradient_errors(golden).items()]
     print(report.table(rows, ("input", "vjp against complex step")))
@@ -80,7 +80,8 @@ def check_exercise(variant, function, case=None):
     results, diagnosis = judge(function, golden, "float64")
     asked = [r for r in results if not r.unsupported]
     failed = [r for r in asked if not r.passed]
-    print(f"{variant}: {len(asked) - len(failed)} of {len(asked)} cases right, {len(results) - len(asked)} need more arguments")
+    more = f", {len(results) - len(asked)} need more arguments" if len(asked) < len(results) else ""
+    print(f"{variant}: {len(asked) - len(failed)} of {len(asked)} cases right{more}")
     if failed:
         print(report.explain(failed[0]))
         print(f"hint: {diagnosis}" if diagnosis.failing else "hint: make it run first")

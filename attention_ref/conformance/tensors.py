@@ -9,18 +9,23 @@ from math import prod
 
 import numpy as np
 
-CODES = dict(F64="<f8", F32="<f4", F16="<f2", I64="<i8", I32="<i4", U8="|u1", BOOL="|b1")
-NAMES = {np.dtype(t): code for code, t in CODES.items()}
+CODES = dict(F64="<f8", F32="<f4", F16="<f2", BF16="<u2", I64="<i8", I32="<i4", U8="|u1", BOOL="|b1")
+NAMES = {np.dtype(t): code for code, t in CODES.items() if code != "BF16"}
 LIMIT = 100_000_000                                       # bytes of header, as in the reference implementation
 
 
-def pack(arrays):
-    """name -> array as the bytes of a safetensors file, in the order of the names."""
+def pack(arrays, bfloat16=()):
+    """name -> array as the bytes of a safetensors file, in the order of the names.
+
+    Arrays named in bfloat16 are stored in that type, which must hold their numbers exactly.
+    """
     header, blobs, offset = {}, [], 0
     for name in sorted(arrays):
         x = np.asarray(arrays[name])
+        code = "BF16" if name in bfloat16 else NAMES[x.dtype]
+        x = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) if code == "BF16" else x
         blob = x.astype(x.dtype.newbyteorder("<"), copy=False).tobytes()
-        header[name] = dict(dtype=NAMES[x.dtype], shape=list(x.shape), data_offsets=[offset, offset + len(blob)])
+        header[name] = dict(dtype=code, shape=list(x.shape), data_offsets=[offset, offset + len(blob)])
         blobs.append(blob)
         offset += len(blob)
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -36,7 +41,8 @@ def unpack(data):
     try:
         header = json.loads(data[8:8 + size])
         header.pop("__metadata__", None)
-        entries = {name: (CODES[e["dtype"]], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+        [CODES[e["dtype"]] for e in header.values()]
+        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"safetensors: the header is not readable: {error!r}") from None
     body = memoryview(data)[8 + size:]
@@ -45,9 +51,10 @@ def unpack(data):
 
 def _tensor(name, body, code, shape, start, end):
     whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
-    if not whole or not start <= end <= len(body) or end - start != prod(shape) * np.dtype(code).itemsize:
+    if not whole or not start <= end <= len(body) or end - start != prod(shape) * np.dtype(CODES[code]).itemsize:
         raise ValueError(f"safetensors: tensor {name!r} of shape {shape} does not fit its offsets {start}, {end}")
-    return np.frombuffer(body[start:end], code).reshape(shape).copy()
+    x = np.frombuffer(body[start:end], CODES[code]).reshape(shape)
+    return (x.astype(np.uint32) << 16).view(np.float32) if code == "BF16" else x.copy()
 
 
 def write_whole(path, data):

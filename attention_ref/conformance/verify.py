@@ -1,7 +1,8 @@
 """The verdict on an implementation: right or not, in which case, by how much, and which known mistake it is.
 
-Budget, per element:  tol = 2 (u_io |exact| + u_acc K) + eta, with K the conditioning stored with the case, u_io and u_acc
-the unit roundoffs of the type read and written and of the accumulator, eta the smallest subnormal. score = error / tol.
+Budget, per element:  tol = 2 (u_io |exact| + u_acc K) + eta, with K the conditioning stored with the case, u_io and
+u_acc the unit roundoffs of the type read and written and of the accumulator, eta the smallest subnormal.
+score = error / tol.
 NaN, infinities and zeros that mark absence are compared as patterns; shapes and dtypes exactly.
 """
 from dataclasses import dataclass, field, replace
@@ -82,7 +83,7 @@ def compare(name, got, exact, K, dtype, accumulate=None):
 
 
 def as_dict(case, outputs):
-    """Outputs as a dict: a dict as it is, else an array or a tuple in the order of OUTPUTS; later outputs may be left out."""
+    """Outputs as a dict: a dict as it is, else an array or a tuple in the order of OUTPUTS, or the first of them."""
     if isinstance(outputs, dict):
         known = [*case.module.OUTPUTS, *getattr(case.module, "STEPS", {}), *("d" + name for name in case.inputs)]
         if set(outputs) - set(known):
@@ -90,7 +91,8 @@ def as_dict(case, outputs):
         return {name: y for name, y in outputs.items() if name in case.expected}
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     if not 1 <= len(outputs) <= len(case.outputs):
-        raise ValueError(f"outputs: expected 1 to {len(case.outputs)} arrays ({', '.join(case.outputs)}), got {len(outputs)}")
+        wanted = f"1 to {len(case.outputs)} arrays ({', '.join(case.outputs)})"
+        raise ValueError(f"outputs: expected {wanted}, got {len(outputs)}")
     return {name: y for name, y in zip(case.outputs, outputs) if y is not None}
 
 
@@ -106,8 +108,9 @@ def check(case, outputs, dtype=None, accumulate=None):
     if dtype not in UNIT:
         raise ValueError(f"dtype: expected one of {', '.join(UNIT)}, got {dtype!r}")
     order = [name for name in case.expected if name in outputs]
-    return Result(case, dtype, [compare(name, outputs[name], case.expected[name], case.conditioning[name], dtype, accumulate)
-                                for name in order], outputs)
+    K = case.conditioning
+    found = [compare(name, outputs[name], case.expected[name], K[name], dtype, accumulate) for name in order]
+    return Result(case, dtype, found, outputs)
 
 
 @dataclass
@@ -196,10 +199,11 @@ def distance(result, slug, accumulate=None):
     failed = {c.name for c in result.comparisons if c.score > 1}
     if not common or (failed and not failed & set(common)):
         return np.inf
-    return max(_match(outputs[name].astype(np.float64), wrong[name], K[name], result.dtype, accumulate) for name in common)
+    return max(_match(outputs[name], wrong[name], K[name], result.dtype, accumulate) for name in common)
 
 
 def _match(got, wrong, K, dtype, accumulate):
+    got = got.astype(np.float64)
     if not got.size:
         return 0.0
     if not np.array_equal(np.isnan(got), np.isnan(wrong)):
@@ -216,7 +220,7 @@ def diagnose(case, outputs, dtype=None, accumulate=None):
 
 
 def diagnose_all(results, accumulate=None):
-    """Name the mistake behind the results of one variant: it explains most failing cases and contradicts no passing one.
+    """Name the mistake behind the results of one variant: it explains most failing cases, contradicts fewest passing.
 
     A mistake explains a case when the outputs lie within the budget around what the mistake computes there.
     """
