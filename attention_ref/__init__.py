@@ -27,8 +27,8 @@ def variants():
 
 def __getattr__(name):
     if name in ("load_cases", "check", "diagnose"):
-        from .conformance import cases, verify
-        return getattr(cases if name == "load_cases" else verify, name)
+        from .conformance import cases, diagnosis, verify
+        return dict(load_cases=cases.load_cases, check=verify.check, diagnose=diagnosis.diagnose)[name]
     if name in variants():
         return variants()[name]
     raise AttributeError(f"attention_ref has no attribute {name!r}; the variants are {', '.join(variants())}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attention_ref import variants
-from attention_ref.conformance.verify import mistakes
+from attention_ref.conformance.diagnosis import mistakes
 from attention_ref.names import NAMES
 from attention_ref.shapes import parse
 

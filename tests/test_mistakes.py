@@ -4,7 +4,7 @@ import pytest
 from attention_ref import diagnose, load_cases, variants
 from attention_ref.conformance import suite
 from attention_ref.conformance.golden import caught
-from attention_ref.conformance.verify import mistakes, wrong_outputs
+from attention_ref.conformance.diagnosis import mistakes, wrong_outputs
 
 MISTAKES = [(name, slug) for name, module in variants().items() for slug in mistakes(module)]
 IDS = [f"{variant}-{slug}" for variant, slug in MISTAKES]
@@ -35,7 +35,7 @@ def test_unknown_mistake_is_not_named(variant):
     """Outputs that are wrong in a way nobody has named stay nameless."""
     case = next(c for c in load_cases(variant) if c.name == "basic")
     found = diagnose(case, {name: y + 1000 for name, y in case.outputs.items()})
-    assert found.failing == 1 and not found.mistake and str(found) == "no known mistake matches"
+    assert found.failing == 1 and not found.mistake and str(found) == "no known mistake matches basic"
 
 
 @pytest.mark.parametrize("variant, slug", MISTAKES, ids=IDS)

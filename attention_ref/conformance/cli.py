@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import __version__, variants
 from . import cases, report
 from .numbers import UNIT
-from .verify import mistakes
+from .diagnosis import mistakes
 
 EXAMPLES = """examples:
   attention-ref list

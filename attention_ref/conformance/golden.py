@@ -3,7 +3,8 @@ import numpy as np
 
 from .. import variants
 from . import cases
-from .verify import check, mistakes, wrong_outputs
+from .diagnosis import mistakes, wrong_outputs
+from .verify import check
 
 TYPES = "float32", "float16"
 

@@ -5,7 +5,8 @@ from inspect import signature
 
 import numpy as np
 
-from .verify import Result, check, diagnose_all
+from .diagnosis import diagnose_all, mistakes
+from .verify import Result, check
 
 
 def load(text):
@@ -69,7 +70,8 @@ def judge(function, cases, dtype, accumulate=None, progress=lambda text: None):
             progress(case.id)
             results.append(run(function, case, dtype, accumulate))
         diagnosis = diagnose_all(results, accumulate)
+        sentences = {slug: text for slug, (text, _) in mistakes(cases[0].module).items()}
         for wider in ("float32", "float64"):
-            if len(diagnosis.candidates) > 1 and wider != dtype:
-                diagnosis = diagnosis.narrowed(diagnose_all([run(function, case, wider) for case in cases]))
+            if any(f.same for f in diagnosis.findings) and wider != dtype:
+                diagnosis = diagnosis.narrowed(diagnose_all([run(function, case, wider) for case in cases]), sentences)
     return results, diagnosis

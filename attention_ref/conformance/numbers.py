@@ -82,12 +82,13 @@ def certified(function, arguments, bits=128):
     from flint import ctx
     given = cast(arguments, "balls")
     while bits <= 2 ** 14:
-        ctx.prec = bits
-        outputs = {name: every_to_ball(y) for name, y in function(**given).items()}
-        low = {name: _round(y, "lower") for name, y in outputs.items()}
-        if all(np.array_equal(low[name], _round(y, "upper"), equal_nan=True) for name, y in outputs.items()):
-            radii = (float(x.rad()) for y in outputs.values() for x in y.flat if x.is_finite())
-            return low, bits, max(radii, default=0.0)
+        with ctx.workprec(bits):
+            outputs = {name: every_to_ball(y) for name, y in function(**given).items()}
+            low, high = ({name: _round(y, end) for name, y in outputs.items()} for end in ("lower", "upper"))
+        found = [x for y in outputs.values() for x in y.flat]
+        known = all(x.rad().is_finite() for x in found)                     # a NaN of radius 0 is a NaN, else a failure
+        if known and all(np.array_equal(low[name], high[name], equal_nan=True) for name in outputs):
+            return low, bits, max((float(x.rad()) for x in found if x.is_finite()), default=0.0)
         bits *= 2
     raise ArithmeticError("an output cannot be certified: its ball holds a rounding boundary at 2^14 bits")
 
@@ -97,11 +98,16 @@ def _round(y, end):
 
 
 def nearest(x):
-    """The float64 nearest to an exact ball, ties to even; zero is +0."""
+    """The float64 nearest to an exact ball, ties to even; zero is +0, and what is too large for a float an infinity."""
     if not x.is_finite():
         return float(x)
     mantissa, exponent = map(int, x.man_exp())
-    return float(mantissa << exponent) if exponent >= 0 else mantissa / (1 << -exponent) + 0.0
+    if mantissa.bit_length() + exponent < -1074:                            # below half of the smallest float
+        return 0.0
+    try:
+        return float(mantissa << min(exponent, 1024)) if exponent >= 0 else mantissa / (1 << -exponent) + 0.0
+    except OverflowError:
+        return np.inf if mantissa > 0 else -np.inf
 
 
 class Noisy(Numbers):
@@ -195,7 +201,8 @@ def round_to(x, dtype):
 
 
 def _bfloat16(x):
-    single = x.astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        single = x.astype(np.float32)
     toward_zero = np.where(np.abs(single) > np.abs(x), np.nextafter(single, np.float32(0)), single)
     bits = toward_zero.view(np.uint32)
     bits = np.where(np.isfinite(single) & (toward_zero != x), bits | 1, bits)

@@ -1,7 +1,10 @@
 """What a person reads: tables and explanations, as plain text."""
+from textwrap import indent
+
 import numpy as np
 
-from .verify import FACTOR, mistakes
+from .diagnosis import mistakes
+from .verify import FACTOR
 
 
 def table(rows, heads):
@@ -32,7 +35,7 @@ def explain(result, diagnosis=None):
     own = {k: v for k, v in case.conventions.items() if k not in case.module.CONVENTIONS}
     lines += [f"  convention of this case: {k} = {v}" for k, v in own.items()]
     if diagnosis is not None:
-        lines.append(f"  {diagnosis}")
+        lines.append(indent(str(diagnosis), "  "))
     return "\n".join(lines)
 
 
@@ -58,7 +61,7 @@ def verdict(results, diagnosis, dtype):
     counts = f"{passed} passed, {len(failed)} failed, {unsupported} unsupported"
     text.append(f"{results[0].case.variant} in {dtype}: {counts}")
     if failed:
-        text.append(f"diagnosis: {diagnosis}")
+        text.append("diagnosis:\n" + indent(str(diagnosis), "  "))
     elif passed:
         scores = [r.score for r in results if r.passed]
         text.append(f"largest error {number(max(scores))} times its budget, median {number(np.median(scores))}")

@@ -3,8 +3,9 @@ from dataclasses import dataclass
 
 from .. import variants
 from . import cases
+from .diagnosis import diagnose_all, mistakes, wrong_outputs
 from .numbers import cast
-from .verify import Result, check, diagnose_all, mistakes, wrong_outputs
+from .verify import Result, check
 
 COMPILED = "float64", "float32"
 NUMPY = "float64", "float32", "float16"
@@ -59,12 +60,13 @@ def name_mistake(variant, slug):
     float16 comes first; what gives the same numbers there is told apart by the wider types.
     """
     caught, found = False, None
+    sentences = {slug: text for slug, (text, _) in mistakes(variants()[variant]).items()}
     for dtype in ("float16", "float32", "float64"):
         results = run_mistake(variant, slug, dtype)
         caught |= any(not r.passed for r in results)
         diagnosis = diagnose_all(results)
-        found = found.narrowed(diagnosis) if found and found.candidates else diagnosis
-        if found.candidates == {slug}:
+        found = found.narrowed(diagnosis, sentences) if found and found.findings else diagnosis
+        if found.mistakes == [slug] and not found.unexplained:
             return caught, True
     return caught, False
 

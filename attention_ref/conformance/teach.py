@@ -84,7 +84,8 @@ def check_exercise(variant, function, case=None):
     print(f"{variant}: {len(asked) - len(failed)} of {len(asked)} cases right{more}")
     if failed:
         print(report.explain(failed[0]))
-        print(f"hint: {diagnosis}" if diagnosis.failing else "hint: make it run first")
+        print("\n".join(f"hint: {line}" for line in str(diagnosis).splitlines()) if diagnosis.failing
+              else "hint: make it run first")
     return bool(asked) and not failed
 
 
