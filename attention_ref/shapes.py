@@ -6,6 +6,7 @@
     "D H*dk"                 an axis whose size is a product
     ""                       a number
     "int" "int =H" "int >=1" an integer; an integer equal to the size H; one that is not below 1
+    "int B >=0 <=Tk"         integers from 0 to the size Tk, which an earlier argument has
     "str a|b"                one of the words a and b
     "optional", "optional str", "optional H"     None is allowed
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 GRID = "B", "H", "Hq", "Hkv"                             # the axes over which a loop is lifted
-KINDS = {"bool": "b", "int": "iu", "float": "fcO", "str": "U"}
+KINDS = {"bool": "b", "int": "iu", "float": "fcVO", "str": "U"}              # V is bfloat16, O are balls
 
 
 class Spec(NamedTuple):
@@ -25,6 +26,7 @@ class Spec(NamedTuple):
     open: tuple         # True where the axis may be 1
     equals: str         # the size that an integer must equal, or ""
     least: float        # the smallest value that is allowed
+    most: str           # the size that no value may exceed, or ""
     choices: tuple      # the words that are allowed, () if any
     optional: bool
 
@@ -37,10 +39,11 @@ def parse(text):
     words = [w for w in words if w != "optional"]
     kind = words.pop(0) if words and words[0] in KINDS else "float"
     equals = words.pop()[1:] if words and words[0].startswith("=") else ""
-    least = float(words.pop()[2:]) if words and words[-1].startswith(">=") else -np.inf
+    most = words.pop()[2:] if words and words[-1].startswith("<=") else ""
+    least = float(words.pop()[2:]) if words and words[-1].startswith(">=") else 1.0 if equals else -np.inf
     choices = tuple(words.pop().split("|")) if kind == "str" and words else ()
     axes, may_be_1 = tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words)
-    return Spec(kind, axes, may_be_1, equals, least, choices, optional)
+    return Spec(kind, axes, may_be_1, equals, least, most, choices, optional)
 
 
 def sizes(schema, arguments):
@@ -55,30 +58,35 @@ def sizes(schema, arguments):
         if value is None and spec.optional:
             continue
         _check_kind(name, spec, value)
-        _check_domain(name, spec, value)
+        _bind(name, spec, np.shape(value), found)
+        _check_domain(name, spec, value, found)
         if spec.equals:
             found[spec.equals] = int(value)
-        _bind(name, spec, np.shape(value), found)
     _check_groups(found)
     return found
 
 
 def _check_kind(name, spec, value):
-    if spec.axes and not all(spec.open) and not hasattr(value, "dtype"):
-        raise ValueError(f"{name}: expected an array of shape ({', '.join(spec.axes)}), got {type(value).__name__}")
+    may_be_a_number = all(spec.open) and (value is None or np.isscalar(value))
+    if not may_be_a_number and not hasattr(value, "dtype"):
+        wanted = f"an array of shape ({', '.join(spec.axes)})" if spec.axes else f"one {spec.kind}"
+        raise ValueError(f"{name}: expected {wanted}, got {type(value).__name__}")
     kind = np.asarray(value).dtype.kind
     wanted = KINDS[spec.kind] + ("iu" if spec.kind == "float" and not spec.axes else "")
-    if kind not in wanted and not (spec.kind == "float" and kind == "V"):
+    is_ball = isinstance(value, np.ndarray) and type(value) is not np.ndarray
+    if kind not in wanted or kind == "O" and not is_ball:
         hint = {"mask": " (True = may attend; additive terms are called bias)"}.get(name, "")
         came = "None" if value is None else f"dtype {np.asarray(value).dtype}"
         raise ValueError(f"{name}: expected {spec.kind}{hint}, got {came}")
 
 
-def _check_domain(name, spec, value):
+def _check_domain(name, spec, value, found):
     if spec.choices and value not in spec.choices:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, spec.choices))}, got {value!r}")
     if spec.least > -np.inf and np.size(value) and np.min(value) < spec.least:
         raise ValueError(f"{name}: expected numbers >= {spec.least:g}, got {np.min(value)}")
+    if spec.most and np.size(value) and np.max(value) > found[spec.most]:
+        raise ValueError(f"{name}: expected numbers <= {spec.most} = {found[spec.most]}, got {np.max(value)}")
 
 
 def _bind(name, spec, shape, found):

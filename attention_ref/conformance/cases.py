@@ -195,12 +195,12 @@ def read(path):
     """Bytes of a golden file; ValueError if it is missing, not in the index, or not what the index says."""
     try:
         listed = json.loads((path.parent / "index.json").read_bytes())
-        entry, data = listed["files"][path.name], path.read_bytes()
+        expected, data = listed["files"][path.name]["sha256"], path.read_bytes()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"golden data: cannot read {path.name} in {path.parent}: {error!r}") from None
     if listed.get("format") != FORMAT:
         raise ValueError(f"golden data: expected format {FORMAT!r}, got {listed.get('format')!r}")
-    if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+    if hashlib.sha256(data).hexdigest() != expected:
         raise ValueError(f"golden data: {path.name} was changed: its sha256 is not the one in index.json")
     return data
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from .. import __version__, variants
 from . import cases, report
-from .numbers import UNIT
 from .diagnosis import mistakes
+from .numbers import UNIT
 
 EXAMPLES = """examples:
   attention-ref list
@@ -31,13 +31,14 @@ def parser():
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add = commands.add_parser("list", help="the variants")
     add.add_argument("--json", action="store_true", help="as JSON")
+    add.add_argument("--mistakes", action="store_true", help="every mistake with the cases that catch it, as Markdown")
     add = commands.add_parser("show", help="formula, shapes, conventions, cases and mistakes of a variant")
     add.add_argument("variant")
     add = commands.add_parser("verify", help="verify the package itself, or your function", epilog=EXAMPLES,
                               formatter_class=argparse.RawDescriptionHelpFormatter)
     add.add_argument("variant", nargs="?", help="all of them if left out")
     add.add_argument("--impl", metavar="MODULE:FUNCTION", help="your function; arguments come by the names in INPUTS")
-    add.add_argument("--dtype", choices=list(UNIT), default="float64", help="the type of the arrays it gets (float64)")
+    add.add_argument("--dtype", choices=list(UNIT), help="the type of the arrays it gets (float64)")
     add.add_argument("--accumulate", choices=list(UNIT), help="the type of its sums, if wider than --dtype")
     add.add_argument("--case", help="only the cases whose name contains this")
     add = commands.add_parser("golden", help="make golden data anew (needs python-flint)")
@@ -50,16 +51,20 @@ def main(arguments=None):
     """Run the command; returns the exit code: 0 right, 1 wrong, 2 not runnable as asked."""
     options = parser().parse_args(arguments)
     try:
-        return COMMANDS[options.command](options) or 0
-    except ValueError as error:
-        print(f"attention-ref: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
+        code = COMMANDS[options.command](options) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:                              # nobody reads on; Python would complain at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (ValueError, OSError) as error:
+        print(f"attention-ref: {error}", file=sys.stderr)
+        return 2
 
 
 def list_(options):
+    if options.mistakes:
+        return print(report.catalogue(variants(), cases.load_cases))
     def first_line(module):
         return module.__doc__.splitlines()[0].split(".  ")[0].rstrip(".")
     found = [dict(variant=name, family=module.__name__.split(".")[-2], title=first_line(module),
@@ -77,8 +82,9 @@ def verify(options):
     if options.impl:
         return verify_implementation(options)
     from .suite import summary
-    if options.case:
-        raise ValueError("--case goes with --impl")
+    for name in ("case", "dtype", "accumulate"):
+        if getattr(options, name):
+            raise ValueError(f"--{name} goes with --impl")
     names = [options.variant] if options.variant else list(variants())
     for name in names:
         cases.load_cases(name)
@@ -96,11 +102,11 @@ def verify_implementation(options):
     from .implementations import judge, load
     if not options.variant:
         raise ValueError("--impl needs the VARIANT it implements: attention-ref verify VARIANT --impl module:function")
-    golden = cases.load_cases(options.variant, options.case)
+    golden, dtype = cases.load_cases(options.variant, options.case), options.dtype or "float64"
     line = Line()
-    results, diagnosis = judge(load(options.impl), golden, options.dtype, options.accumulate, line)
+    results, diagnosis = judge(load(options.impl), golden, dtype, options.accumulate, line)
     line("")
-    print(report.verdict(results, diagnosis, options.dtype))
+    print(report.verdict(results, diagnosis, dtype))
     failed = any(not r.passed and not r.unsupported for r in results)
     return 1 if failed or not any(r.passed for r in results) else 0
 

@@ -29,8 +29,8 @@ class Finding:
         return {self.mistake, *self.same}
 
     def __str__(self):
-        text = f"{self.mistake}: {self.sentence} (explains {', '.join(self.cases[:3])}"
-        text += f" and {len(self.cases) - 3} more)" if len(self.cases) > 3 else ")"
+        more = f" and {len(self.cases) - 3} more" if len(self.cases) > 3 else ""
+        text = f"{self.mistake}: {self.sentence} (explains {', '.join(self.cases[:3])}{more})"
         if self.same:
             text += f"; the same numbers as {', '.join(self.same)}"
         if not self.next:
@@ -175,7 +175,7 @@ def _finding(worth, explained, far, slugs):
     def typical(slug, names):
         return float(np.median([far[slug][name] for name in names]))
     best = [slug for slug in worth if worth[slug] == max(worth.values())]
-    name = min(best, key=lambda slug: typical(slug, explained[slug]))
+    name = max(best, key=lambda slug: len(explained[slug]))
     same = [slug for slug in best if slug != name and explained[slug] == explained[name]]
     rest = {slug: typical(slug, explained[name]) for slug in slugs if slug != name and slug not in same}
     near = min(rest, key=rest.get, default="")

@@ -10,7 +10,10 @@ from .verify import Result, check
 
 
 def load(text):
-    """The function that module:function names, the current folder included; ValueError if there is none."""
+    """The function that module:function names, the current folder included; ValueError if there is none.
+
+    Importing the module runs it: whatever it raises, an exit included, is named in the ValueError.
+    """
     module, _, name = text.partition(":")
     if not module or not name:
         raise ValueError(f"impl: expected module:function, got {text!r}")
@@ -18,10 +21,11 @@ def load(text):
         sys.path.insert(0, "")
     try:
         function = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"impl: cannot import {module}: {type(error).__name__}: {error}") from None
+    try:
         for part in name.split("."):
             function = getattr(function, part)
-    except ImportError as error:
-        raise ValueError(f"impl: cannot import {module}: {error}") from None
     except AttributeError:
         raise ValueError(f"impl: module {module} has no {name}") from None
     if not callable(function):
@@ -41,10 +45,14 @@ def run(function, case, dtype, accumulate=None):
         return Result(case, dtype, unsupported=f"takes no {', '.join(needed)}")
     try:
         outputs = function(**{name: x for name, x in given.items() if name not in absent})
-        return check(case, outputs, dtype, accumulate)
+        result = check(case, outputs, dtype, accumulate)
+        if not result.comparisons:                       # names that another case has, or nothing at all
+            kind = NotImplementedError if isinstance(outputs, dict) and outputs else ValueError
+            raise kind(f"outputs: expected some of {', '.join(case.expected)}, got none of them")
+        return result
     except NotImplementedError as error:
-        return Result(case, dtype, unsupported=str(error) or "not implemented")
-    except Exception as error:
+        return Result(case, dtype, unsupported=str(error).partition("\n")[0] or "not implemented")
+    except (Exception, SystemExit) as error:
         return Result(case, dtype, error=f"{type(error).__name__}: {error}")
 
 

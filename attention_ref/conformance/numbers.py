@@ -18,9 +18,10 @@ ARITHMETIC = dict(bfloat16="float32")                    # what NumPy computes i
 
 
 def cast(arguments, system):
-    """Arguments (name -> value) with every floating array in the given number system; all else unchanged."""
+    """Copies of arguments (name -> value), the floating arrays in the given number system, all else as it is."""
     make = dict(balls=balls, noisy=noisy).get(system, lambda x: x.astype(ARITHMETIC.get(system, system), order="K"))
-    return {name: make(x) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x for name, x in arguments.items()}
+    return {name: x if not isinstance(x, np.ndarray) else make(x) if x.dtype.kind == "f" else x.copy("K")
+            for name, x in arguments.items()}
 
 
 class Numbers(np.ndarray):
@@ -41,6 +42,11 @@ class Numbers(np.ndarray):
     def compute(self, ufunc, method, xs, options):
         """The result of a ufunc on plain arrays."""
         return getattr(ufunc, method)(*xs, **options)
+
+    def finish(self, y):
+        """A result with its class back, a sum over everything included."""
+        floats = isinstance(y, (np.ndarray, np.floating)) and y.dtype.kind == "f"
+        return np.asarray(y).view(type(self)) if floats else y
 
 
 class Balls(Numbers):
@@ -130,17 +136,14 @@ class Noisy(Numbers):
             return np.abs(xs[0]) @ np.abs(xs[1]) * np.sqrt(xs[0].shape[-1])
         if ufunc is np.add and method in ("reduce", "accumulate"):
             total = getattr(ufunc, method)(np.abs(xs[0]), **options)
-            terms = np.size(xs[0]) / max(1, np.size(total)) if method == "reduce" else xs[0].shape[-1]
+            terms = np.size(xs[0]) / max(1, np.size(total)) if method == "reduce" else xs[0].shape[options["axis"]]
             return total * np.sqrt(max(1, terms))
         return np.abs(y)
-
-    def finish(self, y):
-        return y.view(Noisy) if isinstance(y, np.ndarray) and y.dtype.kind == "f" else y
 
 
 def noisy(x):
     """A float array in noisy arithmetic."""
-    return np.asarray(x, np.float64).view(Noisy)
+    return np.array(x, np.float64).view(Noisy)
 
 
 class Counted(Numbers):
@@ -156,9 +159,6 @@ class Counted(Numbers):
             work *= 2 * xs[0].shape[-1] if ufunc is np.matmul else 1
             self.total["exp" if ufunc.__name__ in self.APART else "flops"] += work
         return y
-
-    def finish(self, y):
-        return y.view(Counted) if isinstance(y, np.ndarray) and y.dtype.kind == "f" else y
 
 
 def count(function, **arguments):

@@ -29,6 +29,8 @@ def explain(result, diagnosis=None):
     lines = [f"FAILED {case.id} ({result.dtype}): {case.why}"]
     if result.error:
         return "\n".join(lines + [f"  the implementation raised {result.error}"])
+    if not result.comparisons:
+        return "\n".join(lines + ["  there is no output to compare"])
     step = next(c for c in result.comparisons if c.score > 1)
     for c in dict.fromkeys([step.name, result.worst.name]):
         lines.append("  " + sentence(next(k for k in result.comparisons if k.name == c), case, first=c == step.name))
@@ -60,9 +62,9 @@ def verdict(results, diagnosis, dtype):
     unsupported = sum(bool(r.unsupported) for r in results)
     counts = f"{passed} passed, {len(failed)} failed, {unsupported} unsupported"
     text.append(f"{results[0].case.variant} in {dtype}: {counts}")
-    if failed:
+    if diagnosis.failing:
         text.append("diagnosis:\n" + indent(str(diagnosis), "  "))
-    elif passed:
+    elif passed and not failed:
         scores = [r.score for r in results if r.passed]
         text.append(f"largest error {number(max(scores))} times its budget, median {number(np.median(scores))}")
     return "\n".join(text)
@@ -103,3 +105,17 @@ def page(module, cases):
     return "\n\n".join(parts)
 
 
+
+
+def catalogue(modules, load_cases):
+    """Markdown: every mistake of every variant, what is wrong, and the cases that catch it."""
+    lines = []
+    for name, module in modules.items():
+        lines += [f"## {name}", "", "| mistake | what is wrong | caught by |", "|---|---|---|"]
+        golden = load_cases(name)
+        for slug, (sentence, _) in mistakes(module).items():
+            catching = [case.name for case in golden if slug in case.catches]
+            more = f" and {len(catching) - 2} more" if len(catching) > 2 else ""
+            lines.append(f"| `{slug}` | {sentence} | {', '.join(catching[:2])}{more} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()

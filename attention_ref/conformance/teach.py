@@ -80,7 +80,8 @@ def check_exercise(variant, function, case=None):
     results, diagnosis = judge(function, golden, "float64")
     asked = [r for r in results if not r.unsupported]
     failed = [r for r in asked if not r.passed]
-    more = f", {len(results) - len(asked)} need more arguments" if len(asked) < len(results) else ""
+    reasons = dict.fromkeys(r.unsupported for r in results if r.unsupported)
+    more = f", {len(results) - len(asked)} left out: {'; '.join(reasons)}" if reasons else ""
     print(f"{variant}: {len(asked) - len(failed)} of {len(asked)} cases right{more}")
     if failed:
         print(report.explain(failed[0]))

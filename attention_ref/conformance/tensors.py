@@ -22,9 +22,12 @@ def pack(arrays, bfloat16=()):
     header, blobs, offset = {}, [], 0
     for name in sorted(arrays):
         x = np.asarray(arrays[name])
+        x = x.astype(x.dtype.newbyteorder("<"), copy=False)
+        if x.dtype not in NAMES:
+            wanted = ", ".join(map(str, NAMES))
+            raise ValueError(f"safetensors: {name!r}: expected a dtype among {wanted}, got {x.dtype}")
         code = "BF16" if name in bfloat16 else NAMES[x.dtype]
-        x = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) if code == "BF16" else x
-        blob = x.astype(x.dtype.newbyteorder("<"), copy=False).tobytes()
+        blob = (_halves(name, x) if code == "BF16" else x).tobytes()
         header[name] = dict(dtype=code, shape=list(x.shape), data_offsets=[offset, offset + len(blob)])
         blobs.append(blob)
         offset += len(blob)
@@ -33,26 +36,48 @@ def pack(arrays, bfloat16=()):
     return len(text).to_bytes(8, "little") + text + b"".join(blobs)
 
 
+def _halves(name, x):
+    """The upper halves of float32, as bfloat16 is stored; ValueError if a number needs the lower ones too."""
+    bits = x.astype("<f4").view("<u4")
+    if not np.array_equal((bits & 0xFFFF0000).view("<f4"), x, equal_nan=True):
+        raise ValueError(f"safetensors: {name!r} holds numbers that are no bfloat16")
+    return (bits >> 16).astype("<u2")
+
+
 def unpack(data):
     """The tensors of a safetensors file; ValueError for anything that does not fit, before any memory is taken."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(LIMIT, len(data) - 8):
         raise ValueError(f"safetensors: expected a header of at most {max(0, len(data) - 8)} bytes, it claims {size}")
     try:
-        header = json.loads(data[8:8 + size])
+        header = json.loads(data[8:8 + size], object_pairs_hook=_no_name_twice)
         header.pop("__metadata__", None)
-        [CODES[e["dtype"]] for e in header.values()]
-        entries = {name: (e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()}
+        entries = {name: _entry(name, e["dtype"], e["shape"], e["data_offsets"]) for name, e in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"safetensors: the header is not readable: {error!r}") from None
     body = memoryview(data)[8 + size:]
-    return {name: _tensor(name, body, *entry) for name, entry in entries.items()}
+    starts, ends = (sorted(entry[i] for entry in entries.values()) for i in (2, 3))
+    if starts + [len(body)] != [0] + ends:
+        raise ValueError(f"safetensors: the tensors do not fill the {len(body)} bytes after the header one by one")
+    return {name: _tensor(body, *entry) for name, entry in entries.items()}
 
 
-def _tensor(name, body, code, shape, start, end):
-    whole = all(type(n) is int and n >= 0 for n in (*shape, start, end))
-    if not whole or not start <= end <= len(body) or end - start != prod(shape) * np.dtype(CODES[code]).itemsize:
-        raise ValueError(f"safetensors: tensor {name!r} of shape {shape} does not fit its offsets {start}, {end}")
+def _no_name_twice(pairs):
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name comes twice")
+    return dict(pairs)
+
+
+def _entry(name, code, shape, offsets):
+    """(code, shape, start, end) of a tensor that NumPy can hold and that fits its offsets."""
+    size = np.dtype(CODES[code]).itemsize
+    whole = len(shape) <= 64 and len(offsets) == 2 and all(type(n) is int and n >= 0 for n in (*shape, *offsets))
+    if not whole or prod(max(1, n) for n in shape) * size >= 2 ** 63 or offsets[1] - offsets[0] != prod(shape) * size:
+        raise ValueError(f"tensor {name!r} of shape {shape} does not fit its offsets {offsets}")
+    return code, tuple(shape), *offsets
+
+
+def _tensor(body, code, shape, start, end):
     x = np.frombuffer(body[start:end], CODES[code]).reshape(shape)
     return (x.astype(np.uint32) << 16).view(np.float32) if code == "BF16" else x.copy()
 

@@ -2,13 +2,13 @@
 
 Ainslie et al. 2023, arXiv:2305.13245, section 2.2; MQA: Shazeer 2019, arXiv:1911.02150, section 3
 
-    g(h)   = h // G            G = Hq / Hkv query heads share one key and value head: G = 1 is MHA, Hkv = 1 is MQA
-    s_hij  = scale q_hi . k_g(h)j                     z_hi = sum_{j: mask_hij} exp(s_hij)          lse_hi = log z_hi
-    p_hij  = exp(s_hij) / z_hi  where mask_hij, else 0                                             o_hi = sum_j p_hij v_g(h)j
+    g(h)  = h // G        G = Hq / Hkv query heads share one key and value head: G = 1 is MHA, Hkv = 1 is MQA
+    s_hij = scale q_hi . k_g(h)j         z_hi = sum_{j: mask_hij} exp(s_hij)           lse_hi = log z_hi
+    p_hij = exp(s_hij) / z_hi  where mask_hij, else 0                                  o_hi   = sum_j p_hij v_g(h)j
 
-The papers say which heads share by a figure only; every library repeats (h // G, neighbours share), and a checkpoint read with
-heads tiled (h mod Hkv) is wrong without an error. The backward sums dk and dv over the heads of a group. Where code in the
-wild differs: a row without keys (here 0, lse -inf), the corner of the causal diagonal, the axis on which heads are repeated.
+The papers leave open which heads share; every library repeats (h // G: neighbours share), and a checkpoint read with
+tiled heads (h mod Hkv) is wrong without an error. The backward sums dk and dv over the heads of a group. Where code in
+the wild differs: a row without keys (here o = 0, lse = -inf), and the axis along which keys are repeated.
 """
 import numpy as np
 
@@ -24,7 +24,7 @@ CONVENTIONS = dict(heads="query head h reads kv head h // (Hq/Hkv)", mask="True 
 
 
 def dense(q, k, v, mask=True, *, scale):
-    """o (B, Hq, Tq, dv) and lse (B, Hq, Tq); raises ValueError for a shape that does not fit, Hq not a multiple of Hkv included."""
+    """o (B, Hq, Tq, dv) and lse (B, Hq, Tq); ValueError where shapes do not fit or Hq is not a multiple of Hkv."""
     Hq = sizes(INPUTS, locals())["Hq"]
     k, v = unread(repeat_heads(k, Hq), mask), unread(repeat_heads(v, Hq), mask)
     weights, lse = softmax(scale * q @ k.swapaxes(-1, -2), mask)
@@ -83,7 +83,7 @@ FORMS = dense, grouped, loop
 
 
 def pool_heads(x, heads):
-    """x (B, H, T, d) -> (B, heads, T, d), each head the mean of its group: how MHA becomes GQA, Ainslie et al. section 2.1."""
+    """x (B, H, T, d) -> (B, heads, T, d), each the mean of its group: MHA made into GQA, Ainslie et al. section 2.1."""
     return sum_groups(x, heads) / (x.shape[1] // heads)
 
 
@@ -102,10 +102,10 @@ def repeat_keys(y, heads):
     return np.repeat(y, heads // Hkv, axis=2).reshape(B, heads, T, d)
 
 
-def tile_groups(y, heads):
-    """Heads that lie as (Hkv, G), read as (G, Hkv)."""
+def groups(y, heads):
+    """y (B, Hq, T, d) -> (B, heads, Hq/heads, T, d)."""
     B, Hq, T, d = y.shape
-    return y.reshape(B, heads, Hq // heads, T, d).swapaxes(1, 2).reshape(y.shape)
+    return y.reshape(B, heads, Hq // heads, T, d)
 
 
 def mask_of_head(x, head):
@@ -135,13 +135,15 @@ BUGS = dict(
         **mha(x, lambda h, Hq, Hkv: np.minimum(h // Hkv, Hkv - 1)))),
     kv_heads_reversed=("the last kv head serves the first group", lambda x: dense(
         **mha(x, lambda h, Hq, Hkv: Hkv - 1 - h * Hkv // Hq))),
-    kv_head_0_for_all=("every query head reads kv head 0, as in MQA", lambda x: dense(**mha(x, lambda h, Hq, Hkv: 0 * h))),
+    kv_head_0_for_all=("every query head reads kv head 0, as in MQA", lambda x: dense(
+        **mha(x, lambda h, Hq, Hkv: 0 * h))),
     repeat_along_keys=("k and v are repeated along the sequence axis and reshaped", lambda x: dense(
         **x | {name: repeat_keys(x[name], x["q"].shape[1]) for name in "kv"})),
     output_heads_tiled=("the heads of o are written out as (G, Hkv) instead of (Hkv, G)", lambda x: (
-        tile_groups(dense(**x)[0], x["k"].shape[1]),)),
+        groups(dense(**x)[0], x["k"].shape[1]).swapaxes(1, 2).reshape(dense(**x)[0].shape),)),
     mask_of_head_0=("the mask of head 0 serves every head", lambda x: dense(**mask_of_head(x, lambda h, G: 0 * h))),
-    mask_of_kv_head=("query head h is given the mask of head h // G", lambda x: dense(**mask_of_head(x, lambda h, G: h // G))),
+    mask_of_kv_head=("query head h is given the mask of head h // G", lambda x: dense(
+        **mask_of_head(x, lambda h, G: h // G))),
     mask_of_first_in_group=("the first head of a group gives its mask to the whole group", lambda x: dense(
         **mask_of_head(x, lambda h, G: h - h % G))),
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: dense(**x | {"mask": x["mask"][:1]})),
@@ -153,7 +155,8 @@ BUGS = dict(
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ mha(x)["v"],)),
     scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
     scale_applied_twice=("q is scaled and so are the scores", lambda x: dense(**x | {"scale": x["scale"] ** 2})),
-    scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(**x | {"scale": x["q"].shape[3] ** -0.5})),
+    scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(
+        **x | {"scale": x["q"].shape[3] ** -0.5})),
     value_width_from_keys=("the loop over value channels stops at dk", lambda x: (
         dense(**x)[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]), dense(**x)[1])),
     strides_ignored=("a strided view is read as if it were contiguous", lambda x: dense(
@@ -162,16 +165,10 @@ BUGS = dict(
 )
 
 
-def per_query_head(x):
-    """dk and dv before the sum over groups, (B, Hq, Tk, d)."""
-    d = vjp(**mha(x))
-    return {name: d[name] for name in ("dk", "dv")}
-
-
 def reduced(x, reduce):
-    """Gradients with reduce(dx (B, Hkv, G, T, d)) in place of the sum over G."""
-    B, Hkv = x["k"].shape[:2]
-    return {name: reduce(d.reshape(B, Hkv, -1, *d.shape[2:])) for name, d in per_query_head(x).items()}
+    """dk and dv with reduce(d (B, Hq, Tk, channels), Hkv) in place of the sum over groups."""
+    d = vjp(**mha(x))
+    return {name: reduce(d[name], x["k"].shape[1]) for name in ("dk", "dv")}
 
 
 def without_row_term(x):
@@ -180,12 +177,11 @@ def without_row_term(x):
 
 VJP_BUGS = dict(
     group_gradient_last_head=("the last head of a group overwrites dk and dv of the others", lambda x: reduced(
-        x, lambda d: d[:, :, -1])),
+        x, lambda d, Hkv: groups(d, Hkv)[:, :, -1])),
     group_gradient_mean=("dk and dv are means over the group instead of sums", lambda x: reduced(
-        x, lambda d: d.sum(2) / d.shape[2])),
-    group_gradient_tiled=("dk and dv are summed over the heads h with equal h mod Hkv", lambda x: {
-        name: sum_groups(tile_groups(d, d.shape[1] // x["k"].shape[1]), x["k"].shape[1])
-        for name, d in per_query_head(x).items()}),
+        x, lambda d, Hkv: groups(d, Hkv).mean(2))),
+    group_gradient_tiled=("dk and dv are summed over the heads with the same h mod Hkv", lambda x: reduced(
+        x, lambda d, Hkv: groups(d, d.shape[1] // Hkv).sum(1))),
     jacobian_term_missing=("dS = P dP without the row term", lambda x: dict(
         dq=x["scale"] * without_row_term(x) @ unread(mha(x)["k"], x["mask"]))),
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
@@ -193,8 +189,8 @@ VJP_BUGS = dict(
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
 )
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n, or
-# `change`, a function of the drawn inputs x. The why is proved by mistakes the case must catch or a property it shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
+# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case catches or a property it shows.
 
 SIZES = dict(B=3, Hq=6, Hkv=2, Tq=5, Tk=7, dk=4, dv=8)
 NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), scale=lambda n: n.dk ** -0.5)
@@ -228,12 +224,14 @@ def broadcast_heads(x):
 CASES = dict(
     basic=dict(
         why="three query heads per kv head and two kv heads: every wrong head map shows", sizes=SIZES,
-        catches=("heads_tiled", "heads_divided_by_kv_heads", "kv_heads_reversed", "kv_head_0_for_all", "repeat_along_keys",
-                 "output_heads_tiled", "scale_missing", "scale_applied_twice", "value_width_from_keys", "lse_base_2",
-                 "group_gradient_last_head", "group_gradient_mean", "group_gradient_tiled")),
+        catches=("heads_tiled", "heads_divided_by_kv_heads", "kv_heads_reversed", "kv_head_0_for_all",
+                 "repeat_along_keys", "output_heads_tiled", "scale_missing", "scale_applied_twice",
+                 "value_width_from_keys", "lse_base_2", "group_gradient_last_head", "group_gradient_mean",
+                 "group_gradient_tiled")),
     three_kv_heads=dict(
-        why="two query heads per kv head and three kv heads: group size and group count change places", sizes=SIZES | dict(Hkv=3),
-        catches=("heads_tiled", "heads_divided_by_kv_heads", "output_heads_tiled", "group_gradient_tiled")),
+        why="two query heads per kv head and three kv heads: group size and group count change places",
+        sizes=SIZES | dict(Hkv=3), catches=(
+            "heads_tiled", "heads_divided_by_kv_heads", "output_heads_tiled", "group_gradient_tiled")),
     mha=dict(
         why="Hkv = Hq is multi-head attention", sizes=SIZES | dict(Hkv=6),
         shows=lambda x, y: np.allclose(y["o"], broadcast_heads(x))),
@@ -250,7 +248,8 @@ CASES = dict(
         why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0),
         shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16), shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16),
+        shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
     causal_wide=dict(
@@ -266,8 +265,8 @@ CASES = dict(
         why="the heads of a group share keys but not their mask", sizes=SIZES, mask=mask_per_head,
         catches=("mask_of_head_0", "mask_of_kv_head", "mask_of_first_in_group")),
     everything=dict(
-        why="a mask per head and batch entry, three kv heads and a given scale at once", sizes=SIZES | dict(Hkv=3), scale=0.75,
-        mask=lambda n: mask_per_head(n) & padding([6, 3, 7], n.Tk),
+        why="a mask per head and batch entry, three kv heads and a given scale at once", sizes=SIZES | dict(Hkv=3),
+        scale=0.75, mask=lambda n: mask_per_head(n) & padding([6, 3, 7], n.Tk),
         catches=("mask_of_first_in_group", "mask_of_batch_0", "heads_tiled", "scale_ignored")),
     masked_nan=dict(
         why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([4, 4, 4], n.Tk),

@@ -109,9 +109,14 @@ def but(x, **changes):
     return dense(**x | changes)
 
 
+def plain(a):
+    """a with 0 for NaN, so that a mistake which reads hidden keys is shown apart from what NaN there would do."""
+    return np.where(np.isnan(a), 0, a)
+
+
 def raw(x, scale):
-    """scale q k^T and nothing else."""
-    return scale * x["q"] @ unread(x["k"], x["mask"]).swapaxes(-1, -2)
+    """scale q k^T and nothing else, hidden keys included."""
+    return scale * x["q"] @ plain(x["k"]).swapaxes(-1, -2)
 
 
 def cap(x, s):
@@ -127,14 +132,14 @@ def finish(x, a, mask=None, sink=None):
     """The rest of the formula after logits a, with another mask or sink if given."""
     mask = x["mask"] if mask is None else mask
     weights, lse = softmax(a, mask, per_row(x["sink"]) if sink is None else sink)
-    return weights @ unread(x["v"], mask), lse
+    return weights @ plain(x["v"]), lse
 
 
 def finish_unguarded(x, a):
     """The same with a softmax as most code writes it: infinities go in, and a row of them is NaN."""
     m = np.maximum(a.max(-1, keepdims=True, initial=-np.inf), per_row(x["sink"]))
     e = np.exp(a - m)
-    return (e / (e.sum(-1, keepdims=True) + np.exp(per_row(x["sink"]) - m)) @ unread(x["v"], x["mask"]),)
+    return (e / (e.sum(-1, keepdims=True) + np.exp(per_row(x["sink"]) - m)) @ plain(x["v"]),)
 
 
 def row_max(x):
@@ -147,7 +152,7 @@ def sequential_sum(x):
     """Numerator as it should be, denominator added up one key after the other."""
     e = np.exp(np.where(x["mask"], biased(x) - row_max(x), -np.inf))
     z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(per_row(x["sink"]) - row_max(x))
-    return (e @ unread(x["v"], x["mask"]) / np.where(z == 0, 1, z),)
+    return (e @ plain(x["v"]) / np.where(z == 0, 1, z),)
 
 
 def leaky_cap(x, scores, bias):
@@ -201,11 +206,11 @@ def contiguous(a):
 
 def over_queries(x):
     a, mask = biased(x).swapaxes(-1, -2), x["mask"].swapaxes(-1, -2)
-    return (softmax(a, mask)[0].swapaxes(-1, -2) @ unread(x["v"], x["mask"]),)
+    return (softmax(a, mask)[0].swapaxes(-1, -2) @ plain(x["v"]),)
 
 
 def mean_value(x):
-    return unread(x["v"], x["mask"]).sum(-2, keepdims=True) / max(1, x["v"].shape[2])
+    return plain(x["v"]).sum(-2, keepdims=True) / max(1, x["v"].shape[2])
 
 
 BUGS = dict(
@@ -241,7 +246,7 @@ BUGS = dict(
     mask_carries_a_constant=("kept entries get 1 added instead of 0: seen in lse",
                              lambda x: but(x, bias=x["bias"] + 1)),
     mask_after_softmax=("softmax over all keys, then weights times mask: rows do not sum to one", lambda x: (
-        softmax(biased(x), True, per_row(x["sink"]))[0] * x["mask"] @ unread(x["v"], x["mask"]),)),
+        softmax(biased(x), True, per_row(x["sink"]))[0] * x["mask"] @ plain(x["v"]),)),
     mask_of_head_0=("the mask of head 0 serves every head", lambda x: but(x, mask=x["mask"][:, :1])),
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: but(x, mask=x["mask"][:1])),
     mask_head_batch_order=("heads are folded before the batch, masks after it",
@@ -287,17 +292,16 @@ BUGS = dict(
 
 def score_gradient(x):
     """d loss / d biased scores (B, H, Tq, Tk): the gradient of a bias that is not broadcast."""
-    scores = x["q"] @ unread(x["k"], x["mask"]).swapaxes(-1, -2)
-    return vjp(**x | {"bias": x["bias"] + 0 * scores})["dbias"]
+    return vjp(**x | {"bias": x["bias"] + 0 * raw(x, 1.0)})["dbias"]
 
 
 def without_row_term(x):
     p = softmax(biased(x), x["mask"], per_row(x["sink"]))[0]
-    return p * (x["do"] @ unread(x["v"], x["mask"]).swapaxes(-1, -2))
+    return p * (x["do"] @ plain(x["v"]).swapaxes(-1, -2))
 
 
 def dq_from(x, ds):
-    return dict(dq=x["scale"] * ds @ unread(x["k"], x["mask"]))
+    return dict(dq=x["scale"] * ds @ plain(x["k"]))
 
 
 def first_slice(x):

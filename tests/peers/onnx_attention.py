@@ -1,21 +1,29 @@
 """The ONNX operator Attention (opsets 23 to 25) in the terms of attention_ref: what a node means, and what it must return."""
 import numpy as np
-from onnx.helper import get_attribute_value
+from onnx import helper
+from onnx.reference import ReferenceEvaluator
 
-from attention_ref import sdpa
-from attention_ref.core import merge_heads, repeat_heads, split_heads
+from attention_ref import gqa, kv_cache, masked, sdpa
+from attention_ref.core import repeat_heads, split_heads
 from attention_ref.masks import grid, padding
 
+INPUTS = "Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"
+OUTPUTS = "Y", "present_key", "present_value", "qk_matmul_output"
+ATTRIBUTES = {"is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode", "right_window_size", "scale",
+              "softcap", "softmax_precision"}
 STEP = "scores", "capped", "biased", "weights"           # what qk_matmul_output holds in mode 0, 1, 2, 3
 
 
-def read(node, arrays, names):
-    """Name of the schema -> array, for the inputs or outputs that a node has."""
-    return {name: x for name, x in zip([name for name, used in zip(names, node) if used], arrays)}
+def unpack(case):
+    """Inputs, attributes and outputs of a node test case, by name."""
+    node, ((inputs, outputs),) = case.model.graph.node[0], case.data_sets
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return present(INPUTS, node.input, inputs), attributes, present(OUTPUTS, node.output, outputs)
 
 
-def options(node):
-    return {a.name: get_attribute_value(a) for a in node.attribute}
+def present(names, used, arrays):
+    """Name of the schema -> array, for those inputs or outputs that a node has."""
+    return dict(zip([name for name, here in zip(names, used) if here], arrays))
 
 
 def heads(x, count):
@@ -27,8 +35,10 @@ def arguments(x, a):
     """Inputs x and attributes a of a node -> q, k, v, mask, bias, scale, softcap, all keys present, in float64.
 
     The causal diagonal and the window start `offset` keys in: the length of the past, else the number of valid keys less
-    Tq for each batch entry, else 0 (the top left).
+    Tq for each batch entry, else 0 (the top left). softmax_precision changes rounding only.
     """
+    if set(a) - ATTRIBUTES or set(x) - set(INPUTS):
+        raise ValueError(f"not known: {(set(a) | set(x)) - ATTRIBUTES - set(INPUTS)}")
     x = {name: y if y.dtype == bool or name == "nonpad_kv_seqlen" else y.astype(np.float64) for name, y in x.items()}
     q, k, v = heads(x["Q"], a.get("q_num_heads")), *(heads(x[name], a.get("kv_num_heads")) for name in "KV")
     past, lengths = x.get("past_key"), x.get("nonpad_kv_seqlen")
@@ -38,12 +48,17 @@ def arguments(x, a):
     mask, bias = split_mask(x.get("attn_mask", np.ones(Tk, bool)), Tk)
     i, j = grid(Tq, Tk)
     i = i + (past.shape[2] if past is not None else 0 if lengths is None else lengths.reshape(-1, 1, 1, 1) - Tq)
-    left, right = a.get("left_window_size", -1), a.get("right_window_size", -1)
-    mask = mask & (j <= i if a.get("is_causal") else True)
-    mask = mask & (j >= i - left if left >= 0 else True) & (j <= i + right if right >= 0 else True)
-    mask = mask & (True if lengths is None else padding(lengths, Tk))
+    left, right = window(a)
+    mask = mask & (not a.get("is_causal") or j <= i)
+    mask = mask & (left is None or j >= i - left) & (right is None or j <= i + right)
+    mask = mask & (lengths is None or padding(lengths, Tk))
     return dict(q=q, k=k, v=v, mask=np.broadcast_to(mask, mask.shape[:-2] + (Tq, Tk)), bias=bias,
                 scale=a.get("scale", q.shape[3] ** -0.5), softcap=a.get("softcap", 0.0) or None)
+
+
+def window(a):
+    """(left, right) with None for an open side, which is -1 in ONNX."""
+    return [None if a.get(f"{side}_window_size", -1) < 0 else a[f"{side}_window_size"] for side in ("left", "right")]
 
 
 def split_mask(mask, Tk):
@@ -54,15 +69,62 @@ def split_mask(mask, Tk):
 
 
 def attention(q, k, v, mask, bias, scale, softcap):
-    """o and every step by name, through sdpa. ONNX shows scores and capped scores of hidden keys too, and biased ones as -inf."""
+    """Outputs and steps by name, through sdpa. ONNX shows scores and capped scores of hidden keys too, and biased ones as -inf."""
+    present_key, present_value = k, v
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     o, _ = sdpa.dense(q, k, v, mask, bias, scale=scale, softcap=softcap)
     scores, capped, _, _ = sdpa.steps(q, k, v, True, bias, scale=scale, softcap=softcap)
     _, _, biased, weights = sdpa.steps(q, k, v, mask, bias, scale=scale, softcap=softcap)
-    return dict(o=o, scores=scores, capped=capped, biased=np.where(mask, biased, -np.inf), weights=weights)
+    steps = dict(scores=scores, capped=capped, biased=np.where(mask, biased, -np.inf), weights=weights)
+    return dict(o=o, present_key=present_key, present_value=present_value) | steps
+
+
+# The other variants, for the nodes that they express: functions of inputs x, attributes a and arguments g, None where they do not.
+
+def by_gqa(x, a, g):
+    """Any mask, neither bias nor soft cap."""
+    if g["softcap"] is None and not g["bias"].any():
+        return dict(o=gqa.dense(g["q"], g["k"], g["v"], g["mask"], scale=g["scale"])[0])
+
+
+def by_masked(x, a, g):
+    """Lengths, causal and window; behind a past only if each query brings its own key, for the last one stands at the last key."""
+    (B, H, Tq, _), Tk = g["q"].shape, g["k"].shape[2]
+    past = x["past_key"].shape[2] if "past_key" in x else None
+    if "attn_mask" in x or g["softcap"] is not None or past not in (None, Tk - Tq):
+        return None
+    cached = past is not None or "nonpad_kv_seqlen" in x
+    left, right = window(a)
+    return dict(o=masked.dense(
+        g["q"], repeat_heads(g["k"], H), repeat_heads(g["v"], H), x.get("nonpad_kv_seqlen", np.full(B, Tk)),
+        np.zeros((B, Tq), int), np.zeros((B, Tk), int), anchor="bottom-right" if cached else "top-left",
+        causal=bool(a.get("is_causal")), left=left, right=right, scale=g["scale"])[0])
+
+
+def by_kv_cache(x, a, g):
+    """Causal, one new key per query. The cache ends with empty slots for a past, and holds the new tokens already for lengths."""
+    B, Tq, Tk = len(g["q"]), g["q"].shape[2], g["k"].shape[2]
+    past_length = x["nonpad_kv_seqlen"] - Tq if "nonpad_kv_seqlen" in x else np.full(B, Tk - Tq)
+    plain = set(a) <= {"is_causal", "scale", "q_num_heads", "kv_num_heads"} and a.get("is_causal") and "attn_mask" not in x
+    if not plain or not ("past_key" in x or "nonpad_kv_seqlen" in x) or (past_length < 0).any():
+        return None
+    new = [kv_cache.read(g[name], past_length, Tq) for name in "kv"]
+    past = [kv_cache.write(g[name], np.full_like(y, np.nan), past_length) for name, y in zip("kv", new)]
+    return dict(zip(kv_cache.OUTPUTS, kv_cache.dense(g["q"], *new, *past, past_length, scale=g["scale"])))
 
 
 def named_outputs(y, a):
-    """Outputs of a node -> name of ours -> array in our layout, the present key and value left out."""
-    o = heads(y["Y"], a.get("q_num_heads"))
-    return dict(o=o) | ({STEP[a.get("qk_matmul_output_mode", 0)]: y["qk_matmul_output"]} if "qk_matmul_output" in y else {})
+    """Outputs of a node by our names and in our layout."""
+    found = dict(o=heads(y["Y"], a.get("q_num_heads"))) | {name: y[name] for name in ("present_key", "present_value") if name in y}
+    return found | ({STEP[a.get("qk_matmul_output_mode", 0)]: y["qk_matmul_output"]} if "qk_matmul_output" in y else {})
+
+
+def run(x, a, opset=25):
+    """Outputs by name of the reference implementation in the onnx package, for inputs x and attributes a."""
+    names = ["Y", "", "", "qk_matmul_output"] if "qk_matmul_output_mode" in a else ["Y"]
+    node = helper.make_node("Attention", [name if name in x else "" for name in INPUTS], names, **a)
+    kind = helper.np_dtype_to_tensor_dtype
+    graph = helper.make_graph([node], "attention", [helper.make_tensor_value_info(n, kind(y.dtype), y.shape) for n, y in x.items()],
+                              [helper.make_tensor_value_info(n, kind(x["Q"].dtype), None) for n in names if n])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    return dict(zip(filter(None, names), ReferenceEvaluator(model).run(None, x)))
