@@ -15,7 +15,7 @@ def grid(Tq, Tk):
 
 
 def diagonal(Tq, Tk, anchor="bottom-right"):
-    """The key position at which query 0 stands: 0, Tk - Tq (Tk may be an array of lengths), or the anchor if it is a number."""
+    """The position of query 0: 0, Tk - Tq, or the anchor itself if it is integer. Tk may be an array of lengths."""
     if np.asarray(anchor).dtype.kind in "iu":
         return anchor
     if anchor not in ANCHORS:
@@ -62,16 +62,16 @@ def at_least(least, **numbers):
 
 
 def blocks(pattern, size, Tq, Tk):
-    """(..., Tq, Tk) from a boolean pattern (..., query blocks, key blocks) of blocks `size` wide; the last may be short."""
+    """(..., Tq, Tk) from a boolean pattern (..., query blocks, key blocks) of blocks `size` wide, the last cut off."""
     at_least(1, size=size)
-    pattern, fits = np.asarray(pattern), (-(-Tq // size), -(-Tk // size))
-    if pattern.dtype != bool or pattern.shape[-2:] != fits:
-        raise ValueError(f"pattern: expected bool of shape (..., {fits[0]}, {fits[1]}), got {pattern.dtype} {pattern.shape}")
+    pattern, rows, columns = np.asarray(pattern), -(-Tq // size), -(-Tk // size)
+    if pattern.dtype != bool or pattern.shape[-2:] != (rows, columns):
+        raise ValueError(f"pattern: expected bool (..., {rows}, {columns}), got {pattern.dtype} {pattern.shape}")
     return pattern.repeat(size, -2).repeat(size, -1)[..., :Tq, :Tk]
 
 
 def packed(query_segments, key_segments):
-    """(..., Tq, Tk) from segment numbers (..., Tq) and (..., Tk) of sequences that share a row: a query sees its own only."""
+    """(..., Tq, Tk) from segment numbers (..., Tq) and (..., Tk): sequences in one row see only themselves."""
     return np.asarray(query_segments)[..., :, None] == np.asarray(key_segments)[..., None, :]
 
 
@@ -82,11 +82,10 @@ def global_(Tq, Tk, tokens):
 
 
 def graph(edges, Tq, Tk=None):
-    """(Tq, Tk) from edges (E, 2) of (source key j, target query i): a node sees the nodes that point at it. Tk is Tq if None."""
-    keep = np.zeros((Tq, Tq if Tk is None else Tk), bool)
-    edges = np.reshape(np.asarray(edges, int), (-1, 2))
+    """(Tq, Tk or Tq) from edges (E, 2) of (source key j, target query i): a node sees the nodes that point at it."""
+    keep, edges = np.zeros((Tq, Tq if Tk is None else Tk), bool), np.reshape(np.asarray(edges, int), (-1, 2))
     if (edges < 0).any() or (edges >= keep.shape[::-1]).any():
-        raise ValueError(f"edges: expected pairs of source below {keep.shape[1]} and target below {Tq}, got {edges.tolist()}")
+        raise ValueError(f"edges: expected (source, target) below {keep.shape[::-1]}, got {edges.tolist()}")
     source, target = edges.T
     keep[target, source] = True
     return keep

@@ -244,9 +244,9 @@ agree("capped at 0.5, two weights differ by no more than a factor e", weights[0]
 # Two texts, one formula, five number systems. The table holds the largest error against the certified value; in half
 # and single precision it is what the type allows, in float64 and complex128 it is rounding. `balls` is the radius
 # that interval arithmetic leaves around the exact value, far below the spacing of float64, so there is no doubt about
-# the digits. Both forms must lie within the *budget* of every type, or the cell fails: element by element, twice what
-# rounding the exact value and the steps on the way to it can do (how it is measured stands in
-# [how to read this book](00_how_to_read.ipynb)).
+# the digits. A form that leaves the *budget* of a type fails the cell: element by element, twice what rounding the
+# exact value and the steps on the way to it can do ([how to read this book](00_how_to_read.ipynb) says how it is
+# measured). Only the loop in float16 is shown and not judged: it adds one by one, and rule 11 is against it.
 
 # %%
 for case in "everything", "causal_tall", "large_scores":
@@ -340,6 +340,8 @@ plot.lines(axes[0], T, {"flops": [c["flops"] for c in counts], "exp, log": [c["e
            "tokens T", "operations", "Four times the work\nfor twice the tokens")
 plot.lines(axes[1], T, {"weights p": [t * t for t in T], "q, k, v and o": [4 * t * d for t in T]},
            "tokens T", "numbers held", "At T = 4 d the weights outgrow\nall that goes in and out")
+for axis in axes:
+    axis.minorticks_off()
 plot.save(figure, "01_scaled_dot_product_cost", """Two log-log plots over 16 to 512 tokens with 16 channels.
     Left: counted operations, and counted exponentials about 70 times below them, both rise with the square
     of T. Right: the weights, T squared numbers, cross the straight line of inputs and outputs, 64 T

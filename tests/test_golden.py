@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import fastjsonschema
+import ml_dtypes  # noqa: F401  (gives NumPy the bfloat16 in which K is stored)
 import numpy as np
 import pytest
 from safetensors.numpy import load_file

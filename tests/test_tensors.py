@@ -97,48 +97,63 @@ def test_we_read_the_official_library():
     assert back.keys() == arrays.keys() and all(same(back[name], x) for name, x in arrays.items())
 
 
-def test_both_read_the_same_bfloat16():
+def test_both_read_the_same_bfloat16(tmp_path):
+    """NumPy has no bfloat16: the official library takes it from ml_dtypes."""
     official, ml_dtypes = pytest.importorskip("safetensors.numpy"), pytest.importorskip("ml_dtypes")
     x = np.array([1.0, -3.5, np.inf, 2.0 ** -130])
-    theirs = official.load(tensors.pack(dict(x=x), bfloat16=["x"]))["x"]
-    assert np.array_equal(np.asarray(theirs, np.float64), x)
-    assert np.array_equal(tensors.unpack(official.save(dict(x=x.astype(ml_dtypes.bfloat16))))["x"], x)
+    (tmp_path / "x").write_bytes(tensors.pack(dict(x=x), bfloat16=["x"]))
+    theirs = official.load_file(tmp_path / "x")["x"]
+    assert theirs.dtype == ml_dtypes.bfloat16 and np.array_equal(theirs.astype(np.float64), x)
+    assert np.array_equal(tensors.unpack(official.save(dict(x=theirs)))["x"], x)
 
 
 # Hostile files
 
 HOSTILE = dict(
-    nothing=b"", short=b"1234567", no_header=bytes(8), length_beyond_the_file=(100).to_bytes(8, "little") + b"{}",
-    length_2_63=(2 ** 63).to_bytes(8, "little") + b"{}", length_all_ones=b"\xff" * 8 + b"{}",
-    length_one_too_large=(3).to_bytes(8, "little") + b"{}", not_json=file(b"hello"), not_text=file(b"\xff\xfe{}"),
-    half_json=file(b'{"x":'), a_list=file([]), a_number=file(b"7"), null=file(b"null"), a_string=file(b'"x"'),
-    deep=file(b"[" * 200_000 + b"]" * 200_000), deep_objects=file(b'{"x":' * 100_000 + b"1" + b"}" * 100_000),
-    long_integer=file(b'{"x":' + b"9" * 5000 + b"}"), name_twice=file(
-        b'{"x":{"dtype":"F64","shape":[1],"data_offsets":[0,8]},"x":{"dtype":"F64","shape":[1],"data_offsets":[0,8]}}',
-        bytes(8)),
+    nothing=b"",
+    short=b"1234567",
+    no_header=bytes(8),
+    length_beyond_the_file=(100).to_bytes(8, "little") + b"{}",
+    length_one_too_large=(3).to_bytes(8, "little") + b"{}",
+    length_2_63=(2 ** 63).to_bytes(8, "little") + b"{}",
+    length_all_ones=b"\xff" * 8 + b"{}",
+    not_json=file(b"hello"),
+    not_text=file(b"\xff\xfe{}"),
+    half_json=file(b'{"x":'),
+    a_list=file([]),
+    a_number=file(b"7"),
+    null=file(b"null"),
+    a_string=file(b'"x"'),
+    deep=file(b"[" * 200_000 + b"]" * 200_000),
+    deep_objects=file(b'{"x":' * 100_000 + b"1" + b"}" * 100_000),
+    long_integer=file(b'{"x":' + b"9" * 5000 + b"}"),
+    name_twice=file(b'{"x":%s,"x":%s}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
     key_twice=file(b'{"x":{"dtype":"F64","dtype":"I64","shape":[1],"data_offsets":[0,8]}}', bytes(8)),
-    entry_is_a_number=file(dict(x=1)), entry_is_a_list=file(dict(x=[1])), entry_is_null=file(dict(x=None)),
+    entry_is_a_number=file(dict(x=1)),
+    entry_is_a_list=file(dict(x=[1])),
+    entry_is_null=file(dict(x=None)),
     no_dtype=file(dict(x=dict(shape=[1], data_offsets=[0, 8])), bytes(8)),
     no_shape=file(dict(x=dict(dtype="F64", data_offsets=[0, 8])), bytes(8)),
-    no_offsets=file(dict(x=dict(dtype="F64", shape=[1])), bytes(8)))
+    no_offsets=file(dict(x=dict(dtype="F64", shape=[1])), bytes(8)),
+)
 ENTRIES = dict(
-    unknown_dtype=entry(dtype="F8"), lower_case_dtype=entry(dtype="f64"), numpy_dtype=entry(dtype="<f8"),
-    object_dtype=entry(dtype="O"), empty_dtype=entry(dtype=""), no_dtype=entry(dtype=None), list_dtype=entry(dtype=["F64"]),
-    negative_start=entry(data_offsets=[-8, 0]), negative_both=entry(data_offsets=[-16, -8]),
-    backwards=entry(data_offsets=[8, 0]), too_few_bytes=entry(data_offsets=[0, 4]), too_many_bytes=entry(data_offsets=[0, 16]),
-    no_bytes=entry(data_offsets=[0, 0]), beyond_the_end=entry(data_offsets=[8, 16]), far_beyond=entry(data_offsets=[2 ** 64, 2 ** 64 + 8]),
-    floating_offsets=entry(data_offsets=[0.0, 8.0]), text_offsets=entry(data_offsets=["0", "8"]), text_as_offsets=entry(data_offsets="08"),
-    boolean_offset=entry(data_offsets=[False, 8]), null_offset=entry(data_offsets=[None, 8]), nan_offset=entry(data_offsets=[0, float("nan")]),
-    one_offset=entry(data_offsets=[8]), three_offsets=entry(data_offsets=[0, 8, 8]), no_offset=entry(data_offsets=[]),
-    offsets_are_a_number=entry(data_offsets=8), offsets_by_name=entry(data_offsets={"0": 0, "8": 8}),
-    negative_sizes=entry(shape=[-1, -1]), a_negative_size=entry(shape=[-1]), floating_size=entry(shape=[1.0]), boolean_size=entry(shape=[True]),
-    text_size=entry(shape=["1"]), nested_shape=entry(shape=[[1]]), shape_is_a_number=entry(shape=1), no_shape=entry(shape=None),
-    larger_shape=entry(shape=[2]), huge_shape=entry(shape=[2 ** 62]), product_wraps_to_1=entry(shape=[2 ** 32, 2 ** 32 + 1]),
-    empty_shape=entry(shape=[0]), hidden_by_zero=entry(shape=[0, 2 ** 63], data_offsets=[0, 0]), hundred_axes=entry(shape=[1] * 100),
-    large_hidden_by_zero=entry(shape=[2 ** 31, 2 ** 31, 0], data_offsets=[0, 0]))
+    dtype=["F8", "f64", "<f8", "float64", "O", "", None, 8, ["F64"], {}],
+    data_offsets=[
+        [-8, 0], [-16, -8], [8, 0], [0, 4], [0, 16], [0, 0], [8, 16], [2 ** 64, 2 ** 64 + 8], [0.0, 8.0], ["0", "8"],
+        "08", [False, 8], [None, 8], [0, float("nan")], [8], [0, 8, 8], [], 8, None, {"0": 0, "8": 8}],
+    shape=[
+        [-1], [-1, -1], [1.0], [True], ["1"], [[1]], 1, None, [2], [0], [2 ** 62], [2 ** 32, 2 ** 32 + 1], [1] * 100],
+)
+HIDDEN_BY_ZERO = [0, 2 ** 63], [2 ** 31, 2 ** 31, 0], [0, 2 ** 64], [0] * 65
 LAYOUTS = dict(
-    overlap=([0, 8], [0, 8], 8), partial_overlap=([0, 8], [4, 12], 12), gap=([0, 8], [16, 24], 24), gap_in_front=([8, 16], [16, 24], 24),
-    bytes_left_over=([0, 8], [8, 16], 24), truncated=([0, 8], [8, 16], 15), nothing_there=([0, 8], [8, 16], 0))
+    overlap=([0, 8], [0, 8], 8),
+    partial_overlap=([0, 8], [4, 12], 12),
+    gap=([0, 8], [16, 24], 24),
+    gap_in_front=([8, 16], [16, 24], 24),
+    bytes_left_over=([0, 8], [8, 16], 24),
+    truncated=([0, 8], [8, 16], 15),
+    nothing_there=([0, 8], [8, 16], 0),
+)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -147,10 +162,16 @@ def test_a_hostile_file_is_refused(name):
         tensors.unpack(HOSTILE[name])
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_hostile_entry_is_refused(name):
+@pytest.mark.parametrize("field, value", [(field, value) for field in ENTRIES for value in ENTRIES[field]])
+def test_a_hostile_entry_is_refused(field, value):
     with pytest.raises(ValueError, match="^safetensors: (the header is not readable|the tensors do not fill)"):
-        tensors.unpack(file(dict(x=ENTRIES[name]), bytes(8)))
+        tensors.unpack(file(dict(x=entry(**{field: value})), bytes(8)))
+
+
+@pytest.mark.parametrize("shape", HIDDEN_BY_ZERO, ids=str)
+def test_sizes_hidden_by_a_zero_are_refused(shape):
+    with pytest.raises(ValueError, match="^safetensors: the header is not readable: .* does not fit its offsets"):
+        tensors.unpack(file(dict(x=entry(shape=shape, data_offsets=[0, 0]))))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

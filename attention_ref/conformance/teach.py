@@ -11,7 +11,7 @@ from .verify import check
 
 def agree(claim, got, expected, limit=1e-12):
     """Print `claim: max error 3e-16 (limit 1e-12)`; got and expected broadcast, infinities and NaN must stand alike."""
-    got, expected = np.broadcast_arrays(np.asarray(got), np.asarray(expected))
+    got, expected = np.broadcast_arrays(np.asarray(got) + 0, np.asarray(expected) + 0)
     with np.errstate(invalid="ignore"):
         error = np.where((got == expected) | (np.isnan(got) & np.isnan(expected)), 0, np.abs(got - expected))
     worst = float(np.max(error, initial=0))

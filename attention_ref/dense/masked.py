@@ -13,8 +13,6 @@ at the bottom right of nonpad_kv_seqlen or, without it, at the top left. A windo
 7B, arXiv:2310.06825, section 2); -1 is open. Packed kernels count positions inside a sequence: the same keys where
 queries and keys are packed alike.
 """
-from itertools import combinations, permutations
-
 import numpy as np
 
 from .. import masks
@@ -308,7 +306,7 @@ BUGS |= {f"{name}_dropped": (f"{name} is accepted and never used", lambda x, nam
          for name in CONDITIONS}
 BUGS |= {f"{on}_forgets_{name}": (f"the path for {on} leaves {name} out",
                                   lambda x, name=name, on=on: under(x, without(x, name, on)))
-         for on, name in permutations(CONDITIONS, 2)}
+         for on in CONDITIONS for name in CONDITIONS if on != name}
 
 
 def from_weights(x, p):
@@ -324,8 +322,9 @@ def rebuilt(x, name):
 
 
 def uniform_if_empty(x):
-    """Weights under a mask that is added as a large number."""
-    return softmax(np.where(mask_of(x).any(-1, keepdims=True), np.where(mask_of(x), scores(x), -np.inf), 0))[0]
+    """The weights under a mask that is added as a large number."""
+    mask = mask_of(x)
+    return np.where(mask.any(-1, keepdims=True), softmax(scores(x), mask)[0], 1 / max(1, mask.shape[-1]))
 
 
 def without_row_term(x):
@@ -375,7 +374,7 @@ def together(names, anchor, catches):
 
 def losses(names):
     """Every way to lose one of these conditions, everywhere or beside another."""
-    return [f"{name}_dropped" for name in names] + [f"{on}_forgets_{name}" for on, name in permutations(names, 2)]
+    return [f"{name}_dropped" for name in names] + [f"{on}_forgets_{off}" for on in names for off in names if on != off]
 
 
 def packed_as(*rows):
@@ -392,7 +391,7 @@ def strided(x):
     return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in "qkv"}
 
 
-TOGETHER = [names for size in (1, 2, 3, 4) for names in combinations(ON, size)]
+TOGETHER = [tuple(name for bit, name in enumerate(ON) if choice >> bit & 1) for choice in range(1, 2 ** len(ON))]
 CASES = dict(
     basic=dict(
         why="every size differs and none is 1; nothing is hidden", sizes=SIZES,

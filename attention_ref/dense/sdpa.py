@@ -35,20 +35,20 @@ def dense(q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=None):
     """o (B, H, Tq, dv) and lse (B, H, Tq), by the equations above. Raises ValueError for a shape that does not fit."""
     sizes(INPUTS, locals())
     k, v = unread(k, mask), unread(v, mask)
-    weights, lse = softmax(logits(q, k, bias, scale, softcap)[-1], mask, per_row(sink))
+    weights, lse = softmax(logits(q, k, bias, scale, softcap)[-1], mask, per_row(sink, q))
     return weights @ v, lse
 
 
-def per_row(sink):
-    """sink (H,) -> (H, 1, 1), to stand beside scores (B, H, Tq, Tk)."""
-    return np.reshape(sink, (-1, 1, 1))
+def per_row(sink, q):
+    """sink (H,) -> (H, 1, 1) in the number system of q, to stand beside scores (B, H, Tq, Tk)."""
+    return np.reshape(sink, (-1, 1, 1)).astype(q.dtype)
 
 
 def steps(q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=None):
     """The named intermediates, each (B, H, Tq, Tk); NaN where mask hides a score, for nothing may depend on it."""
     k = unread(k, mask)
     a = logits(q, k, bias, scale, softcap)
-    weights, _ = softmax(a[-1], mask, per_row(sink))
+    weights, _ = softmax(a[-1], mask, per_row(sink, q))
     scores, capped, biased = (np.where(mask, s, np.nan) for s in a)
     return scores, capped, biased, weights
 
@@ -89,12 +89,12 @@ def vjp(do, dlse, q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=
     """Gradients of q, k, v, bias (its own shape) and sink for cotangents do (B, H, Tq, dv) and dlse (B, H, Tq)."""
     q, k, v = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2)), unread(k, mask), unread(v, mask)
     scores, _, biased = logits(q, k, bias, scale, softcap)
-    p, lse = softmax(biased, mask, per_row(sink))
+    p, lse = softmax(biased, mask, per_row(sink, q))
     dp = do @ v.swapaxes(-1, -2)
     row = (p * dp).sum(-1) - dlse                                           # = do . o - dlse
     da = p * (dp - row[..., None])
     ds = da if softcap is None else da * (1 - np.tanh(scores / softcap) ** 2)
-    p_sink = np.exp(per_row(sink)[..., 0] - np.where(lse == -np.inf, 0, lse))
+    p_sink = np.exp(per_row(sink, q)[..., 0] - np.where(lse == -np.inf, 0, lse))
     return dict(dq=scale * ds @ k, dk=scale * ds.swapaxes(-1, -2) @ q, dv=p.swapaxes(-1, -2) @ do,
                 dbias=sum_to(da, np.shape(bias)), dsink=sum_to(-(p_sink * row).sum((0, 2)), np.shape(sink)))
 
@@ -107,6 +107,10 @@ FORMS = dense, loop
 def but(x, **changes):
     """The right formula on changed inputs."""
     return dense(**x | changes)
+
+
+def sink_of(x):
+    return per_row(x["sink"], x["q"])
 
 
 def plain(a):
@@ -131,15 +135,15 @@ def biased(x):
 def finish(x, a, mask=None, sink=None):
     """The rest of the formula after logits a, with another mask or sink if given."""
     mask = x["mask"] if mask is None else mask
-    weights, lse = softmax(a, mask, per_row(x["sink"]) if sink is None else sink)
+    weights, lse = softmax(a, mask, sink_of(x) if sink is None else sink)
     return weights @ plain(x["v"]), lse
 
 
 def finish_unguarded(x, a):
     """The same with a softmax as most code writes it: infinities go in, and a row of them is NaN."""
-    m = np.maximum(a.max(-1, keepdims=True, initial=-np.inf), per_row(x["sink"]))
+    m = np.maximum(a.max(-1, keepdims=True, initial=-np.inf), sink_of(x))
     e = np.exp(a - m)
-    return (e / (e.sum(-1, keepdims=True) + np.exp(per_row(x["sink"]) - m)) @ plain(x["v"]),)
+    return (e / (e.sum(-1, keepdims=True) + np.exp(sink_of(x) - m)) @ plain(x["v"]),)
 
 
 def row_max(x):
@@ -151,7 +155,7 @@ def row_max(x):
 def sequential_sum(x):
     """Numerator as it should be, denominator added up one key after the other."""
     e = np.exp(np.where(x["mask"], biased(x) - row_max(x), -np.inf))
-    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(per_row(x["sink"]) - row_max(x))
+    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(sink_of(x) - row_max(x))
     return (e @ plain(x["v"]) / np.where(z == 0, 1, z),)
 
 
@@ -246,7 +250,7 @@ BUGS = dict(
     mask_carries_a_constant=("kept entries get 1 added instead of 0: seen in lse",
                              lambda x: but(x, bias=x["bias"] + 1)),
     mask_after_softmax=("softmax over all keys, then weights times mask: rows do not sum to one", lambda x: (
-        softmax(biased(x), True, per_row(x["sink"]))[0] * x["mask"] @ plain(x["v"]),)),
+        softmax(biased(x), True, sink_of(x))[0] * x["mask"] @ plain(x["v"]),)),
     mask_of_head_0=("the mask of head 0 serves every head", lambda x: but(x, mask=x["mask"][:, :1])),
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: but(x, mask=x["mask"][:1])),
     mask_head_batch_order=("heads are folded before the batch, masks after it",
@@ -263,7 +267,7 @@ BUGS = dict(
     minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)",
                          lambda x: (dense(**x)[0], np.where(dense(**x)[1] == -np.inf, np.nan, dense(**x)[1]))),
     masked_nan_poison=("0 * NaN: a masked value is read",
-                       lambda x: (softmax(biased(x), x["mask"], per_row(x["sink"]))[0] @ x["v"],)),
+                       lambda x: (softmax(biased(x), x["mask"], sink_of(x))[0] @ x["v"],)),
     overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too",
                                lambda x: finish(x, np.where(x["mask"], biased(x), 0), np.array(True))),
     sentinel_does_not_fit=("-1e9 in place of a masked score is -inf in float16: NaN where it was uniform",
@@ -280,7 +284,7 @@ BUGS = dict(
     sink_ignored=("the sink is not in the denominator", lambda x: but(x, sink=x["sink"] - np.inf)),
     sink_scaled=("the sink logit is multiplied by scale", lambda x: but(x, sink=x["scale"] * x["sink"])),
     sink_not_shifted=("exp(sink) is added to a sum of exp(score - max)",
-                      lambda x: finish(x, biased(x), sink=per_row(x["sink"]) + row_max(x))[:1]),
+                      lambda x: finish(x, biased(x), sink=sink_of(x) + row_max(x))[:1]),
     lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / float(np.log(2)))),
     lse_without_max=("the row maximum is not added back to lse",
                      lambda x: (dense(**x)[0], dense(**x)[1] - row_max(x)[..., 0])),
@@ -296,7 +300,7 @@ def score_gradient(x):
 
 
 def without_row_term(x):
-    p = softmax(biased(x), x["mask"], per_row(x["sink"]))[0]
+    p = softmax(biased(x), x["mask"], sink_of(x))[0]
     return p * (x["do"] @ plain(x["v"]).swapaxes(-1, -2))
 
 

@@ -22,8 +22,8 @@ def ours(q, k, v, mask=None, is_causal=False):
 def torch_sdpa(q, k, v, mask=None, is_causal=False):
     import torch
     mask = None if mask is None else torch.from_numpy(mask)
-    o = torch.nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, batch(q, k, v)), mask, is_causal=is_causal)
-    return o[0, 0].numpy()
+    x = map(torch.from_numpy, batch(q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*x, mask, is_causal=is_causal)[0, 0].numpy()
 
 
 def torch_mha(need_weights):
@@ -34,7 +34,8 @@ def torch_mha(need_weights):
             raise NotImplementedError
         one = np.eye(q.shape[1])
         layer = torch.nn.MultiheadAttention(len(one), 1, bias=False, batch_first=True, dtype=torch.float64)
-        layer.load_state_dict(dict(in_proj_weight=torch.tensor(np.tile(one, (3, 1))), **{"out_proj.weight": torch.tensor(one)}))
+        weights = dict(in_proj_weight=np.tile(one, (3, 1))) | {"out_proj.weight": one}
+        layer.load_state_dict({name: torch.from_numpy(w) for name, w in weights.items()})
         mask = None if mask is None else torch.from_numpy(mask)
         o, _ = layer(*(torch.from_numpy(x[None]) for x in (q, k, v)), attn_mask=mask, need_weights=need_weights)
         return o[0].detach().numpy()
@@ -84,8 +85,8 @@ def causal_anchor(peer):
 
 def mask_polarity(peer):
     mask = np.array([[True, False, False]] * 2)
-    seen = weights(peer, mask=mask) > 0
-    return next(text for text, wanted in {"True = may attend": mask, "True = masked": ~mask}.items() if np.array_equal(seen, wanted))
+    readings = {"True = may attend": mask, "True = masked": ~mask}
+    return next(text for text, seen in readings.items() if np.array_equal(weights(peer, mask=mask) > 0, seen))
 
 
 def hiding(peer, hidden):
@@ -95,7 +96,8 @@ def hiding(peer, hidden):
 
 def empty_row(peer):
     row = weights(peer, mask=hiding(peer, np.array([[False] * 3, [True] * 3])))[1]
-    return "NaN" if np.isnan(row).all() else "0" if not row.any() else "mean of all values" if np.allclose(row, 1 / 3) else str(row)
+    readings = {"NaN": np.nan, "0": 0, "mean of all values": 1 / 3}
+    return next(text for text, value in readings.items() if np.allclose(row, value, equal_nan=True))
 
 
 def masked_nan(peer):
@@ -105,7 +107,8 @@ def masked_nan(peer):
     return "NaN" if np.isnan(o).any() else "never read"
 
 
-CONVENTIONS = {"causal, Tq < Tk": causal_anchor, "boolean mask": mask_polarity, "row without keys": empty_row, "NaN in a masked value": masked_nan}
+CONVENTIONS = {"causal, Tq < Tk": causal_anchor, "boolean mask": mask_polarity, "row without keys": empty_row,
+               "NaN in a masked value": masked_nan}
 
 
 def measured_conventions():

@@ -1,13 +1,14 @@
-"""Cases that the golden data does not hold, made from those it does: exact outputs, steps and gradients with their conditioning."""
+"""Cases that the golden data does not hold, made from those it does, and the judgement on what a peer returned."""
 from dataclasses import replace
 from functools import cache
 
+from attention_ref import check
 from attention_ref.conformance.cases import load_cases, named, needs
 from attention_ref.conformance.numbers import certified, conditioning
 
 
 def changed(case, **changes):
-    """The case with some of its inputs or cotangents replaced, and everything that follows computed anew."""
+    """The case with some inputs or cotangents replaced, its exact outputs and their conditioning computed anew."""
     inputs = case.inputs | {name: changes[name] for name in case.inputs if name in changes}
     cotangents = case.cotangents | {name: changes[name] for name in case.cotangents if name in changes}
     if set(changes) - set(inputs | cotangents):
@@ -33,3 +34,10 @@ def _without_dlse(variant, name):
 def without_dlse(case):
     """A golden case as an implementation without a gradient through lse has it: the cotangent of lse is zero."""
     return _without_dlse(case.variant, case.name)
+
+
+def agrees(case, found, dtype="float64"):
+    """True if all that was found lies within the budget of the case; else the test fails and says where it does not."""
+    worst = [c for c in check(case, found, dtype).comparisons if c.score > 1]
+    assert not worst, [(c.name, c.score, c.where(case), c.got, c.expected, c.problem) for c in worst]
+    return check(case, found, dtype).passed

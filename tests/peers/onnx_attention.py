@@ -1,4 +1,4 @@
-"""The ONNX operator Attention (opsets 23 to 25) in the terms of attention_ref: what a node means, and what it must return."""
+"""The ONNX operator Attention (opsets 23 to 25) in the terms of attention_ref: what a node means and must return."""
 import numpy as np
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
@@ -9,8 +9,8 @@ from attention_ref.masks import grid, padding
 
 INPUTS = "Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"
 OUTPUTS = "Y", "present_key", "present_value", "qk_matmul_output"
-ATTRIBUTES = {"is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode", "right_window_size", "scale",
-              "softcap", "softmax_precision"}
+ATTRIBUTES = {"is_causal", "kv_num_heads", "left_window_size", "q_num_heads", "qk_matmul_output_mode",
+              "right_window_size", "scale", "softcap", "softmax_precision"}
 STEP = "scores", "capped", "biased", "weights"           # what qk_matmul_output holds in mode 0, 1, 2, 3
 
 
@@ -32,14 +32,14 @@ def heads(x, count):
 
 
 def arguments(x, a):
-    """Inputs x and attributes a of a node -> q, k, v, mask, bias, scale, softcap, all keys present, in float64.
+    """Inputs x and attributes a of a node -> q, k, v, mask, bias, scale, softcap in float64; the past is in k and v.
 
     The causal diagonal and the window start `offset` keys in: the length of the past, else the number of valid keys less
     Tq for each batch entry, else 0 (the top left). softmax_precision changes rounding only.
     """
     if set(a) - ATTRIBUTES or set(x) - set(INPUTS):
         raise ValueError(f"not known: {(set(a) | set(x)) - ATTRIBUTES - set(INPUTS)}")
-    x = {name: y if y.dtype == bool or name == "nonpad_kv_seqlen" else y.astype(np.float64) for name, y in x.items()}
+    x = {name: y if y.dtype.kind in "bi" else y.astype(np.float64) for name, y in x.items()}
     q, k, v = heads(x["Q"], a.get("q_num_heads")), *(heads(x[name], a.get("kv_num_heads")) for name in "KV")
     past, lengths = x.get("past_key"), x.get("nonpad_kv_seqlen")
     if past is not None:
@@ -69,7 +69,7 @@ def split_mask(mask, Tk):
 
 
 def attention(q, k, v, mask, bias, scale, softcap):
-    """Outputs and steps by name, through sdpa. ONNX shows scores and capped scores of hidden keys too, and biased ones as -inf."""
+    """Outputs and steps by name, through sdpa. ONNX shows the scores of hidden keys too, and biased ones as -inf."""
     present_key, present_value = k, v
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     o, _ = sdpa.dense(q, k, v, mask, bias, scale=scale, softcap=softcap)
@@ -79,7 +79,7 @@ def attention(q, k, v, mask, bias, scale, softcap):
     return dict(o=o, present_key=present_key, present_value=present_value) | steps
 
 
-# The other variants, for the nodes that they express: functions of inputs x, attributes a and arguments g, None where they do not.
+# The other variants: functions of inputs x, attributes a and arguments g of a node, None where they do not express it.
 
 def by_gqa(x, a, g):
     """Any mask, neither bias nor soft cap."""
@@ -88,7 +88,7 @@ def by_gqa(x, a, g):
 
 
 def by_masked(x, a, g):
-    """Lengths, causal and window; behind a past only if each query brings its own key, for the last one stands at the last key."""
+    """Lengths, causal and window; behind a past only if each query brings a key, for the last stands at the last."""
     (B, H, Tq, _), Tk = g["q"].shape, g["k"].shape[2]
     past = x["past_key"].shape[2] if "past_key" in x else None
     if "attn_mask" in x or g["softcap"] is not None or past not in (None, Tk - Tq):
@@ -102,11 +102,11 @@ def by_masked(x, a, g):
 
 
 def by_kv_cache(x, a, g):
-    """Causal, one new key per query. The cache ends with empty slots for a past, and holds the new tokens already for lengths."""
-    B, Tq, Tk = len(g["q"]), g["q"].shape[2], g["k"].shape[2]
-    past_length = x["nonpad_kv_seqlen"] - Tq if "nonpad_kv_seqlen" in x else np.full(B, Tk - Tq)
-    plain = set(a) <= {"is_causal", "scale", "q_num_heads", "kv_num_heads"} and a.get("is_causal") and "attn_mask" not in x
-    if not plain or not ("past_key" in x or "nonpad_kv_seqlen" in x) or (past_length < 0).any():
+    """Causal, one new key per query: those at the end of a grown cache, or the last valid ones of a static cache."""
+    Tq, Tk = g["q"].shape[2], g["k"].shape[2]
+    present = x.get("nonpad_kv_seqlen", np.full(len(g["q"]), x["past_key"].shape[2] + Tq if "past_key" in x else 0))
+    past_length, fits = present - Tq, (Tq <= present).all() and (present == Tk).all() | ("past_key" not in x)
+    if not fits or not a.get("is_causal") or "attn_mask" in x or set(a) - {"is_causal", "scale"}:
         return None
     new = [kv_cache.read(g[name], past_length, Tq) for name in "kv"]
     past = [kv_cache.write(g[name], np.full_like(y, np.nan), past_length) for name, y in zip("kv", new)]
@@ -115,16 +115,17 @@ def by_kv_cache(x, a, g):
 
 def named_outputs(y, a):
     """Outputs of a node by our names and in our layout."""
-    found = dict(o=heads(y["Y"], a.get("q_num_heads"))) | {name: y[name] for name in ("present_key", "present_value") if name in y}
-    return found | ({STEP[a.get("qk_matmul_output_mode", 0)]: y["qk_matmul_output"]} if "qk_matmul_output" in y else {})
+    ours = {"Y": "o", "qk_matmul_output": STEP[a.get("qk_matmul_output_mode", 0)]}
+    return {ours.get(name, name): heads(x, a.get("q_num_heads")) for name, x in y.items()}
 
 
 def run(x, a, opset=25):
     """Outputs by name of the reference implementation in the onnx package, for inputs x and attributes a."""
     names = ["Y", "", "", "qk_matmul_output"] if "qk_matmul_output_mode" in a else ["Y"]
     node = helper.make_node("Attention", [name if name in x else "" for name in INPUTS], names, **a)
-    kind = helper.np_dtype_to_tensor_dtype
-    graph = helper.make_graph([node], "attention", [helper.make_tensor_value_info(n, kind(y.dtype), y.shape) for n, y in x.items()],
-                              [helper.make_tensor_value_info(n, kind(x["Q"].dtype), None) for n in names if n])
+    types = {name: helper.np_dtype_to_tensor_dtype(y.dtype) for name, y in x.items()}
+    inputs = [helper.make_tensor_value_info(name, types[name], y.shape) for name, y in x.items()]
+    outputs = [helper.make_tensor_value_info(name, types["Q"], None) for name in names if name]
+    graph = helper.make_graph([node], "attention", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
     return dict(zip(filter(None, names), ReferenceEvaluator(model).run(None, x)))

@@ -1,4 +1,4 @@
-"""jax.nn.dot_product_attention against the golden data, values and gradients, and where it reads the formula differently.
+"""jax.nn.dot_product_attention against the golden data, values and gradients, and where it reads it differently.
 
 Its softmax runs in float32 whatever type comes in, so every comparison has the budget of float32.
 """
@@ -9,10 +9,9 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
-from exact import changed, without_dlse
+from exact import agrees, changed, without_dlse
 
 from attention_ref import check, diagnose, load_cases
-from attention_ref.masks import causal, window
 
 SDPA, GQA, MASKED = ({case.name: case for case in load_cases(variant)} for variant in ("sdpa", "gqa", "masked"))
 
@@ -27,7 +26,8 @@ def float64():
 def attention(q, k, v, bias=None, mask=None, **options):
     """o and lse in our layout (B, H, T, d); there keys and values must be equally wide, so channels of zeros are added."""
     dk, dv = q.shape[3], v.shape[3]
-    wide = (jax.numpy.pad(x.swapaxes(1, 2), [(0, 0)] * 3 + [(0, max(dk, dv) - x.shape[3])]) for x in (q, k, v))
+    add = [[(0, 0)] * 3 + [(0, max(dk, dv) - x.shape[3])] for x in (q, k, v)]
+    wide = (jax.numpy.pad(x.swapaxes(1, 2), widths) for x, widths in zip((q, k, v), add))
     o, lse = jax.nn.dot_product_attention(*wide, bias, mask, return_residual=True, **options)
     return o.swapaxes(1, 2)[..., :dv], lse.swapaxes(1, 2)
 
@@ -41,14 +41,9 @@ def differentiated(x, do, **options):
 
 def with_gradients(case, **options):
     x = {name: case.inputs[name] for name in ("q", "k", "v", "bias") if name in case.inputs}
-    found = differentiated(x, case.cotangents.get("do", np.zeros_like(case.outputs["o"])), scale=case.inputs["scale"], **options)
+    do = case.cotangents.get("do", np.zeros_like(case.outputs["o"]))
+    found = differentiated(x, do, scale=case.inputs["scale"], **options)
     return {name: np.asarray(y) for name, y in found.items() if name in case.expected}
-
-
-def agrees(case, found):
-    result = check(case, found, "float32")
-    assert result.passed, [(c.name, c.score, c.where(case), c.got, c.expected, c.problem) for c in result.comparisons if c.score > 1]
-    return True
 
 
 def expressible(case):
@@ -62,7 +57,7 @@ def expressible(case):
 def test_golden(case):
     """GQA is in the shapes: fewer heads in k and v."""
     (B, H, Tq, _), Tk = case.inputs["q"].shape, case.inputs["k"].shape[2]
-    assert agrees(without_dlse(case), with_gradients(case, mask=np.broadcast_to(case.inputs["mask"], (B, H, Tq, Tk))))
+    assert agrees(without_dlse(case), with_gradients(case, mask=np.broadcast_to(case.inputs["mask"], (B, H, Tq, Tk))), "float32")
 
 
 def by_parameters(case):
@@ -82,13 +77,13 @@ def by_parameters(case):
 
 @pytest.mark.parametrize("case", [case for case in MASKED.values() if by_parameters(case)], ids=lambda c: c.name)
 def test_masked(case):
-    assert agrees(without_dlse(case), with_gradients(case, **by_parameters(case)))
+    assert agrees(without_dlse(case), with_gradients(case, **by_parameters(case)), "float32")
 
 
 @pytest.mark.parametrize("name", ["padding_window", "causal_padding_window"])
 def test_masked_without_its_rows_without_keys(name):
     case = changed(MASKED[name], lengths=np.array([6, 5]), dlse=0 * MASKED[name].cotangents["dlse"])
-    assert agrees(case, with_gradients(case, **by_parameters(case)))
+    assert agrees(case, with_gradients(case, **by_parameters(case)), "float32")
 
 
 def test_every_condition_of_masked_is_met():

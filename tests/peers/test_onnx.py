@@ -192,3 +192,13 @@ def test_masked_nan_poisons():
     x, a, _ = unpack(CASES["test_attention_23_boolmask_fullymasked_row_nan_robustness"])
     mask, v = np.array([[True, False]] * 2), np.where([[False], [True]], np.nan, x["V"]).astype(np.float32)
     assert np.isnan(run(x | dict(attn_mask=mask, V=v), a)["Y"]).all()
+
+
+@pytest.mark.parametrize("mask", [np.array([[True, False, True]] * 4), np.array([[0.5, -0.25, 0.75]] * 4, np.float32), np.array([[True]])],
+                         ids=["bool", "float", "one column"])
+def test_a_short_mask_hides_the_keys_beyond_it(mask):
+    """In the cases of the package such keys are hidden by their length too. A single column is not broadcast, but short."""
+    x, a, _ = unpack(CASES["test_attention_4d"])
+    x = x | dict(attn_mask=mask)
+    assert not arguments(x, a)["mask"][..., mask.shape[-1]:].any()
+    assert distance(x, a, run(x, a)) <= 1
