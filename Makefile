@@ -7,6 +7,7 @@
 #   make golden                  compute the golden outputs anew, to the same bytes
 #   make notebooks               run the notebooks, write their outputs and the figures
 #   make notebooks ARGS=--check  run them and compare, write nothing
+#   make docs                    write anew what README.md and docs/ quote from commands
 #   make peers                   compare with torch, jax and onnx (a large download)
 #   make clean                   remove .venv and all caches
 #   make clean test PYTHON=python3.13   start over with another Python, 3.11 or newer
@@ -25,6 +26,9 @@ golden: .venv/installed-golden
 
 notebooks: .venv/installed-test
 	@$(BIN)/python notebooks/build.py $(ARGS)
+
+docs: .venv/installed-core
+	@$(BIN)/python docs/refresh.py $(ARGS)
 
 peers: .venv/installed-test,peers
 	@$(BIN)/python -m pytest tests/peers $(ARGS)
@@ -46,5 +50,5 @@ $(BIN)/pip:
 	@echo "Creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 
-.PHONY: verify test golden notebooks peers clean help
+.PHONY: verify test golden notebooks docs peers clean help
 .NOTPARALLEL:

@@ -389,6 +389,20 @@ agree("twice the tokens, four times the flops", counts[-1]["flops"] / counts[-2]
 plot.show(sdpa.vjp)
 
 # %% [markdown]
+# By hand, for the three tokens, with cotangents that are not constant:
+
+# %%
+do, dlse = np.array([[0.5, -1.0, 0.25], [1.5, 0.75, -0.5]]), np.array([0.25, -0.75])
+dp, row = do @ v.T, (do * o).sum(1) - dlse
+da = p * (dp - row[:, None])
+ds = da * (1 - np.tanh(scores / softcap) ** 2)
+by_hand = dict(dq=scale * ds @ k, dk=scale * ds.T @ q, dv=p.T @ do, dbias=da, dsink=-(np.exp(sink - lse) @ row))
+print("dp", dp, "row", row, "ds", ds, sep="\n")
+for name, gradient in sdpa.vjp(do[None, None], dlse[None, None], **x).items():
+    print(name, by_hand[name], sep="\n")
+    agree(f"{name} by hand", by_hand[name], gradient)
+
+# %% [markdown]
 # The picture of (1.5) for query 1 of the three tokens: with $v$ the identity, the derivative of $o$ is the derivative
 # of $p$. Raising one logit gives its key weight and takes it from all others, the sink included.
 

@@ -109,7 +109,8 @@ def page(module, cases):
 
 def catalogue(modules, load_cases):
     """Markdown: every mistake of every variant, what is wrong, and the cases that catch it."""
-    lines = []
+    lines = ["# Named mistakes", "", "Written by `attention-ref list --mistakes`. What is not in it, and why: "
+             "[not covered](not_covered.md).", ""]
     for name, module in modules.items():
         lines += [f"## {name}", "", "| mistake | what is wrong | caught by |", "|---|---|---|"]
         golden = load_cases(name)

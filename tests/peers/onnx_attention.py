@@ -34,8 +34,8 @@ def heads(x, count):
 def arguments(x, a):
     """Inputs x and attributes a of a node -> q, k, v, mask, bias, scale, softcap in float64; the past is in k and v.
 
-    The causal diagonal and the window start `offset` keys in: the length of the past, else the number of valid keys less
-    Tq for each batch entry, else 0 (the top left). softmax_precision changes rounding only.
+    The causal diagonal and the window start some keys in: the length of the past, else the number of valid keys less Tq
+    for each batch entry, else 0 (the top left). softmax_precision changes rounding only.
     """
     if set(a) - ATTRIBUTES or set(x) - set(INPUTS):
         raise ValueError(f"not known: {(set(a) | set(x)) - ATTRIBUTES - set(INPUTS)}")

@@ -24,7 +24,7 @@ def float64():
 
 
 def attention(q, k, v, bias=None, mask=None, **options):
-    """o and lse in our layout (B, H, T, d); there keys and values must be equally wide, so channels of zeros are added."""
+    """o and lse in our layout (B, H, T, d). There keys and values must be equally wide: channels of zeros are added."""
     dk, dv = q.shape[3], v.shape[3]
     add = [[(0, 0)] * 3 + [(0, max(dk, dv) - x.shape[3])] for x in (q, k, v)]
     wide = (jax.numpy.pad(x.swapaxes(1, 2), widths) for x, widths in zip((q, k, v), add))
@@ -61,7 +61,7 @@ def test_golden(case):
 
 
 def by_parameters(case):
-    """The mask of a golden case of masked in the terms of jax; None if it has none for it.
+    """The mask of a golden case of masked in the terms of jax; None if it has none.
 
     jax has neither segments nor dilation, and the diagonal of its causal mask and window starts at the top left.
     """
@@ -104,7 +104,8 @@ def run(name, causal=False):
     """o and lse of jax on the inputs of a golden case; causal in place of the mask."""
     x = SDPA[name].inputs
     mask = None if causal else x["mask"]
-    return [np.asarray(y) for y in attention(x["q"], x["k"], x["v"], mask=mask, is_causal=causal, scale=x["scale"])]
+    y = attention(x["q"], x["k"], x["v"], mask=mask, is_causal=causal, scale=x["scale"])
+    return [np.asarray(part) for part in y]
 
 
 def test_keys_and_values_must_be_equally_wide():

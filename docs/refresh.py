@@ -1,0 +1,68 @@
+"""Write what README.md and docs/ quote from commands: python docs/refresh.py [--check]
+
+A quotation is a fenced block under a comment that holds the command: <!-- output of: attention-ref list -->. The Python
+block that names its file in the first line (# mine.py) is saved, so that commands can use it. docs/mistakes.md is one
+command's output as a whole. --check writes nothing; exit code 1 if a quotation is not what the command prints, up to
+digits.
+"""
+import contextlib
+import io
+import re
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from attention_ref.conformance.cli import main as attention_ref
+
+ROOT = Path(__file__).parents[1]
+QUOTATION = re.compile(r"(<!-- output of: attention-ref (.*?)(?:, last (\d+) lines)? -->\n```\n)(.*?)(```)", re.S)
+FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.S)
+
+
+def output(command):
+    """What the attention-ref command prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        attention_ref(shlex.split(command))
+    return printed.getvalue()
+
+
+def refreshed(text):
+    """The text with every quotation made anew, its files lying in the current folder."""
+    for name, code in FILE.findall(text):
+        Path(name).write_text(code)
+
+    def quote(match):
+        head, command, last, _, end = match.groups()
+        lines = output(command).splitlines()
+        return head + "\n".join(lines[-int(last):] if last else lines) + "\n" + end
+    return QUOTATION.sub(quote, text)
+
+
+def pages():
+    """Path -> the text it should hold."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        sys.path.insert(0, folder)
+        readme = refreshed((ROOT / "README.md").read_text())
+        sys.path.remove(folder)
+    return {ROOT / "README.md": readme, ROOT / "docs/mistakes.md": output("list --mistakes")}
+
+
+def same(a, b):
+    """Equal up to digits, which differ from machine to machine in the last place."""
+    return re.sub(r"[\d.]+(e[+-]\d+)?", "#", a) == re.sub(r"[\d.]+(e[+-]\d+)?", "#", b)
+
+
+def main(check):
+    """Refresh the pages, or only compare them; returns the exit code."""
+    stale = {path: text for path, text in pages().items() if not path.exists() or not same(path.read_text(), text)}
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)} {'is stale: make docs' if check else 'refreshed'}")
+        if not check:
+            path.write_text(text)
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("--check" in sys.argv))
