@@ -1,9 +1,9 @@
 # The first run installs into .venv, later runs install nothing.
 #
 #   make                         verify every form of every variant against the golden outputs
-#   make verify ARGS=gla         the same for one variant
+#   make verify ARGS=gqa         the same for one variant
 #   make test                    run the tests
-#   make test ARGS="-k gla -x"   some of them, up to the first failure
+#   make test ARGS="-k gqa -x"   some of them, up to the first failure
 #   make golden                  compute the golden outputs anew, to the same bytes
 #   make notebooks               run the notebooks, write their outputs and the figures
 #   make notebooks ARGS=--check  run them and compare, write nothing

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import ListedColormap, to_rgba_array
 from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+PALE = ListedColormap(0.4 * to_rgba_array(COLOURS)[:, :3] + 0.6)  # the same, light enough to be written on
 MARKERS = "osD^vPX"
 LARGEST_FIGURE = 100_000  # bytes
 FONT = "font-family: 'DejaVu Sans', 'Verdana', sans-serif;"  # as every text of an SVG repeats it
@@ -115,6 +116,22 @@ def mask_map(axis, mask, title=None):
     if max(mask.shape) <= 16:
         _rule(axis, *mask.shape)
     _label(axis, mask.shape, title, ("key j", "query i"))
+    return image
+
+
+def group_map(axis, groups, text, title=None, *, labels=("column", "row")):
+    """Draw which group, 0 to 6, each cell of a matrix belongs to, a colour for each, and write text into the cells.
+
+    Returns the image. ValueError for groups that are not an integer matrix of the shape of text.
+    """
+    groups, text = np.asarray(groups), np.asarray(text)
+    if groups.dtype.kind not in "iu" or groups.ndim != 2 or groups.shape != text.shape:
+        raise ValueError(f"groups must be integer of the shape of text {text.shape}, got {groups.dtype} {groups.shape}")
+    image = axis.imshow(groups, cmap=PALE, vmin=0, vmax=len(COLOURS) - 1, interpolation="none")
+    _rule(axis, *groups.shape)
+    for (i, j), word in np.ndenumerate(text):
+        axis.text(j, i, word, ha="center", va="center", fontsize=7)
+    _label(axis, groups.shape, title, labels)
     return image
 
 

@@ -5,11 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from attention_ref import gqa, load_cases, sdpa, variants
-from attention_ref.conformance import cases, numbers
+from attention_ref import gqa, kv_cache, load_cases, sdpa, variants
+from attention_ref.conformance import cases, cli, numbers
 from attention_ref.conformance.cli import main
 
 MODULE = '''
@@ -235,6 +236,7 @@ def test_what_is_not_implemented_is_not_wrong(call, here):
     assert code == 0 and 2 <= len(capped) < len(sdpa.CASES)
     assert f"{len(sdpa.CASES) - len(capped)} passed, 0 failed, {len(capped)} unsupported" in out
     assert len(re.findall("^unsupported .* softcap is not there$", out, re.M)) == len(capped)
+    assert "see the manual" not in out, "one line for a case"
     assert verify(call, "no_softcap", "--case", "softcap")[0] == 1, "nothing was verified"
 
 
@@ -255,6 +257,42 @@ def test_steps_are_judged_where_a_case_has_them(call, here):
 def test_another_variant(call, here):
     code, out, _ = call("verify", "gqa", "--impl", "attention_ref.dense.gqa:dense", "--dtype", "float32")
     assert code == 0 and f"gqa in float32: {len(gqa.CASES)} passed, 0 failed" in out
+
+
+# verify on the package itself
+
+@pytest.fixture
+def small(monkeypatch):
+    """A variant cut down to its definition and a few mistakes; changes to it are seen by whoever verifies."""
+    monkeypatch.setattr(cli, "ProcessPoolExecutor", ThreadPoolExecutor, raising=False)
+    monkeypatch.setattr(kv_cache, "FORMS", kv_cache.FORMS[:1])
+    monkeypatch.setattr(kv_cache, "BUGS", dict(list(kv_cache.BUGS.items())[:3]))
+    monkeypatch.setattr(kv_cache, "VJP_BUGS", {}, raising=False)
+    return monkeypatch
+
+
+def test_the_package_is_right(call, small):
+    code, out, err = call("verify", "kv_cache")
+    row = re.split("  +", out.splitlines()[2])
+    assert (code, err) == (0, "") and "FAILED" not in out
+    assert row[:3] == ["kv_cache", "1", str(len(kv_cache.CASES))] and row[-3:] == ["3/3", "3/3", "ok"]
+    assert float(row[3]) <= 1 and "suite score: 3 of 3 mistakes caught, 3 named" in out
+
+
+def test_a_form_that_is_wrong(call, small):
+    def dense(**x):
+        o, *present = kv_cache.dense(**x)
+        return 1.01 * o, *present
+    small.setattr(kv_cache, "FORMS", (dense,))
+    code, out, err = call("verify", "kv_cache")
+    assert (code, err) == (1, "") and re.search("^FAILED kv_cache/.*\n  o at batch .*times the budget", out, re.M)
+
+
+def test_a_mistake_that_is_none(call, small):
+    harmless = ("this is no mistake at all", lambda x: kv_cache.dense(**x))
+    small.setitem(kv_cache.BUGS, "harmless", harmless)
+    code, out, err = call("verify", "kv_cache")
+    assert (code, err) == (1, "") and "suite score: 3 of 4 mistakes caught, 3 named" in out
 
 
 # What cannot be run as asked

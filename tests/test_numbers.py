@@ -115,7 +115,7 @@ def test_certified_is_the_nearest_float(bits):
     assert took >= bits and radius >= 0
 
 
-@pytest.mark.parametrize("log, bits", [(-60, 128), (-100, 128), (-200, 256), (-1000, 1024)])
+@pytest.mark.parametrize("log, bits", [(-60, 128), (-100, 128), (-150, 256), (-1000, 1024)])
 def test_precision_is_doubled_until_the_ends_agree(log, bits):
     """1 + 2^-53 + 2^log is just above half-way between two floats; sqrt of its square is not exact."""
     def near_a_tie(half, gap):
@@ -240,13 +240,13 @@ def test_sums_err_by_the_size_of_their_terms(axis):
     terms = x.shape[axis] if axis is not None else x.size
     assert terms < error.max() <= 1.001 * terms ** 1.5 or axis == 1 and 1 < error.max() <= 8
     running = np.abs(np.asarray(np.cumsum(numbers.noisy(x), axis=0)) - np.cumsum(x, axis=0)) / Noisy.u
-    assert 64 < running.max() <= 1.001 * 64 ** 1.5 and running[0].max() <= 8.001
+    assert 64 * 4 < running.max() <= 1.001 * 64 ** 1.5 and running[0].max() <= 8.001
 
 
 def test_matmul_errs_by_the_size_of_its_terms():
-    x, y = np.ones((2, 64)), np.where(np.arange(64) % 2, 1.0, -1.0)[:, None] * np.ones(2)
+    x, y = np.ones((20, 64)), np.where(np.arange(64) % 2, 1.0, -1.0)[:, None] * np.ones(20)
     error = np.abs(np.asarray(numbers.noisy(x) @ y)) / Noisy.u
-    assert 16 < error.max() <= 64 * 8
+    assert 64 * 4 < error.max() <= 64 * 8
 
 
 def test_noise_spares_what_is_exact():

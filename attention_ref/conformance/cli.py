@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from .. import __version__, variants
@@ -88,8 +89,12 @@ def verify(options):
     names = [options.variant] if options.variant else list(variants())
     for name in names:
         cases.load_cases(name)
-    line = Line()
-    rows = [summary(name, line) for name in names]
+    line, rows = Line(), []
+    line(f"verifying {', '.join(names)}", log=True)
+    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+        for row in pool.map(summary, names):
+            rows.append(row)
+            line(f"{row.variant} verified, {len(rows)} of {len(names)} variants", log=True)
     line("")
     print(report.summaries(rows))
     for row in rows:
@@ -129,11 +134,13 @@ def golden(options):
 
 
 class Line:
-    """One line of progress on a terminal, rewritten in place; silent elsewhere."""
+    """One line of progress on a terminal, rewritten in place; elsewhere only what is worth a line of a log."""
 
-    def __call__(self, text):
+    def __call__(self, text, log=False):
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+        elif log:
+            print(text, file=sys.stderr, flush=True)
 
 
 COMMANDS = dict(list=list_, show=show, verify=verify, golden=golden)

@@ -71,14 +71,9 @@ def name_mistake(variant, slug):
     return caught, False
 
 
-def summary(variant, progress=lambda text: None):
-    """Verify one variant of the package; progress is called with a line of text before each part."""
+def summary(variant):
+    """Verify one variant of the package: its forms on its cases, its mistakes one by one."""
     module = variants()[variant]
-    progress(f"{variant}: {len(module.FORMS)} forms on {len(module.CASES)} cases")
     worst = max(run_forms(variant), key=lambda r: (not r.passed, r.score))
-    naming = []
-    for i, slug in enumerate(mistakes(module), 1):
-        progress(f"{variant}: mistake {i} of {len(mistakes(module))}, {slug}")
-        naming.append(name_mistake(variant, slug))
-    caught, named = (sum(column) for column in zip(*naming))
-    return Summary(variant, len(module.FORMS), len(cases.load_cases(variant)), worst, caught, named, len(naming))
+    caught, named = (sum(column) for column in zip(*(name_mistake(variant, slug) for slug in mistakes(module))))
+    return Summary(variant, len(module.FORMS), len(module.CASES), worst, caught, named, len(mistakes(module)))

@@ -185,7 +185,7 @@ def test_the_root_of_scale_is_float32():
 
 @pytest.mark.parametrize("opset", [23, 24, 25])
 def test_mode_0_is_capped(opset):
-    """qk_matmul_output_mode = 0 is specified as the raw scores; with a soft cap the reference returns the capped ones."""
+    """qk_matmul_output_mode = 0 is specified as raw scores; under a soft cap the reference gives capped ones."""
     x, a, _ = unpack(CASES["test_attention_4d_softcap"])
     y = run(x, a | dict(qk_matmul_output_mode=0), opset)
     given = arguments(x, a)
