@@ -22,7 +22,7 @@ def contenders(q, k, v, scale):
     found = {
         "sdpa.dense": lambda: sdpa.dense(q, k, v, mask, scale=scale)[0],
         "sdpa.loop": lambda: sdpa.loop(q, k, v, mask, open_bias, no_sink, scale, None)[0],
-        "flash.online": lambda: flash.online(q, k, v, lambda i, j: j <= i, scale=scale, query_block=128, key_block=128)[0],
+        "flash.online": lambda: flash.online(q, k, v, lambda i, j: j <= i, scale=scale)[0],
         "flash.loop": lambda: flash.loop(q, k, v, mask, no_sink, scale, 128, 128)[0],
     }
     try:

@@ -25,7 +25,7 @@
 import numpy as np
 
 from attention_ref import core, cross, gqa, load_cases, masks, multi_head, plot, sdpa
-from attention_ref.conformance.numbers import complex_step, count
+from attention_ref.conformance.numbers import count
 from attention_ref.conformance.report import table
 from attention_ref.conformance.teach import agree, check_exercise, forms_table, gradient_table
 from attention_ref.names import draw
@@ -57,7 +57,7 @@ print(table(multi_head.CONVENTIONS.items(), ("what", "convention")))
 # 5. **scale** is a number without a default; the paper takes $1/\sqrt{d_k}$, of the *head*. It multiplies $q$ before
 #    the product with $k$.
 # 6. **mask** is boolean, True = may attend, and broadcasts to (B, H, Tq, Tk): heads may have masks of their own. It
-#    selects. All True means none, and nothing is causal unless a mask says so; between two sequences nothing is.
+#    selects. All True means none. Nothing is causal unless a mask says so, and between two sequences none should.
 # 7. **A query without keys** in some head gets 0 from that head; in all heads, $o = 0$.
 # 8. **Never read.** A token that attends to nothing in any head, and that no token attends to in any head, may hold
 #    anything, NaN included. Of two sequences: a token of $Z$ that no query attends to, a token of $X$ that has no key.
@@ -73,7 +73,8 @@ print(table(multi_head.CONVENTIONS.items(), ("what", "convention")))
 # ## Three tokens, two heads, by hand
 #
 # Three tokens of two features, causal. Two heads, keys 2 wide and values 3, so $W_Q$ and $W_K$ are (2, 4), $W_V$ is
-# (2, 6) and $W_O$ is (6, 2). The scale is 0.75, which is no root of anything here.
+# (2, 6) and $W_O$ is (6, 2). The scale is 0.75, which is no root of anything here. The first score of head 0 will be
+# $0.75 \thinspace (1.25 \cdot 0.125 + 0.25 \cdot 1.25) = 0.3516$.
 
 # %%
 x = np.array([[1, -0.5], [0.5, 2], [-1, 1.5]])
@@ -94,9 +95,10 @@ columns = {}
 for letter, w, d in ("Q", w_q, 2), ("K", w_k, 2), ("V", w_v, 3):
     columns[f"$W_{letter}$"] = np.broadcast_to(np.arange(w.shape[1]) // d, w.shape), w
 columns["$W_O$"] = np.broadcast_to(np.arange(6)[:, None] // 3, w_o.shape), w_o
-figure, axes = plot.subplots(1, 4, size=(2.0, 2.2))
+figure, axes = plot.subplots(1, 4, size=(2.2, 1.9))
 for axis, (name, (head, numbers)) in zip(axes, columns.items()):
     plot.group_map(axis, head, numbers, name, labels=("out", "in"))
+    axis.set_aspect("auto")
 figure.suptitle("Head 0 (blue) and head 1 (orange): columns of three weights, rows of the fourth")
 plot.save(figure, "03_multi_head_and_cross_columns", """Four weight matrices, cells coloured by head. In W_Q and W_K,
     two rows by four columns, the left two columns belong to head 0 and the right two to head 1; in W_V, two by six,
@@ -131,20 +133,24 @@ print("concat", concat[0], sep="\n")
 agree("concat @ W_O is the sum over heads", concat[0] @ w_o, o)
 
 # %% [markdown]
-# **Now with two sequences.** $Z$ has two tokens of three features, and $W_K$ and $W_V$ have three rows. The queries
-# are the same as before, and so is every line of the formula. There is no mask: nothing in $Z$ is later than
-# something in $X$.
+# **Now with two sequences.** $Z$ has two tokens of three features, so $W_K$ and $W_V$ have three rows. The queries are
+# the same as before, and so is every line but one: there is no mask, for nothing in $Z$ is later than something in $X$.
 
 # %%
 z = np.array([[2, -1, 0.5], [-0.5, 1, 1.5]])
 w_kz = np.array([[0.5, 0.25, -1, 0.5], [-0.5, 0.5, 0.75, 1], [1, -0.5, 0.5, -0.25]])
 w_vz = np.array([[1, 2, -1, 0.5, -0.5, 3], [-2, 1, 0.5, 1, 2, -1], [0.5, -1, 1, 2, -1, 1]])
-across = w | dict(w_k=w_kz, w_v=w_vz)
-steps = dict(zip(cross.STEPS, cross.steps(x[None], z[None], **across)))
-for name in "k", "v", "scores", "weights", "concat":
-    print(name, *steps[name][0], sep="\n")
-agree("the queries are those of self-attention", core.merge_heads(steps["q"])[0], q)
-agree("o is concat @ W_O", cross.dense(x[None], z[None], **across)[0], steps["concat"][0] @ w_o)
+k, v, o_across = z @ w_kz, z @ w_vz, np.zeros((3, 2))
+print("k", k, "v", v, sep="\n", end="\n\n")
+for h in range(heads):
+    of_k, of_v = slice(2 * h, 2 * h + 2), slice(3 * h, 3 * h + 3)
+    s = scale * q[:, of_k] @ k[:, of_k].T
+    e = np.exp(s - s.max(1, keepdims=True))
+    p = e / e.sum(1, keepdims=True)
+    o_across += p @ v[:, of_v] @ w_o[of_v]
+    print(f"head {h}: scores", s, "weights", p, "head", p @ v[:, of_v], sep="\n", end="\n\n")
+print("o", o_across, sep="\n")
+agree("o by hand", o_across, cross.dense(x[None], z[None], **w | dict(w_k=w_kz, w_v=w_vz))[0])
 agree("to itself, it is self-attention", cross.dense(x[None], x[None], mask=mask, **w)[0], o)
 
 # %% [markdown]
@@ -159,13 +165,13 @@ plot.show(core, "split_heads", "merge_heads")
 # %% [markdown]
 # ### The split, drawn
 #
-# All the danger is in two reshapes. Above, the six columns of $v$ for three tokens, each number coloured by the head
+# All the danger is in two reshapes. Above, the four columns of $q$ for three tokens, each number coloured by the head
 # that takes it under three readings; the text says for which token the head takes it. Only the first reading gives a
 # head neighbouring columns, and only the first two leave a row one token. Below, the way back: which head and which
 # token a number of `concat` comes from.
 
 # %%
-B, H, T, d = 1, 2, 3, 3
+B, H, T, d = 1, 2, 3, 2
 head, token = (np.broadcast_to(a, (B, H, T, d)) for a in (np.arange(H)[:, None, None], np.arange(T)[:, None]))
 readings = {"right": (core.split_heads, core.merge_heads), "interleaved": (cross.interleaved, cross.merge_interleaved),
             "by view": (cross.by_view, cross.merge_by_view)}
@@ -173,15 +179,17 @@ figure, axes = plot.subplots(2, 3, size=(2.6, 1.9))
 for column, (name, (split, merge)) in zip(axes.T, readings.items()):
     where = np.argsort(split(np.arange(T * H * d).reshape(B, T, H * d), H).ravel()).reshape(T, H * d)
     plot.group_map(column[0], head.ravel()[where], np.char.add("t", token.ravel()[where].astype(str)),
-                   f"split, {name}", labels=("column", "row of v"))
+                   f"split, {name}", labels=("column", "row of q"))
     plot.group_map(column[1], merge(head)[0], np.char.add("t", merge(token)[0].astype(str)),
                    f"merge, {name}", labels=("column", "row of concat"))
+    for axis in column:
+        axis.set(xticks=[], yticks=[])
 figure.suptitle("A view mixes tokens; interleaving mixes heads; both have the right shape")
-plot.save(figure, "03_multi_head_and_cross_split", """Six grids of three rows by six columns, coloured by head, marked
-    with tokens. Right, split and merge alike: the left three columns are head 0, the right three head 1, and row t
-    is token t. Interleaved: columns alternate between the heads, rows are tokens. By view: head 0 takes the first
-    nine numbers, that is row 0 as its tokens 0 and 1 and half of row 1 as its token 2, head 1 the rest; merging
-    by view, row 0 holds tokens 0 and 1 of head 0.""")
+plot.save(figure, "03_multi_head_and_cross_split", """Six grids of three rows by four columns, coloured by head, marked
+    with tokens. Right, split and merge alike: the left two columns are head 0, the right two head 1, and row t is
+    token t. Interleaved: columns alternate between the heads, rows are tokens. By view: head 0 takes the first six
+    numbers, row 0 as its tokens 0 and 1 and half of row 1 as its token 2, head 1 the rest; merging by view, row 0
+    holds tokens 0 and 1 of head 0.""")
 
 numbers = draw("v", (2, 5, 12))
 for name, (split, merge) in readings.items():
@@ -244,7 +252,7 @@ print("but other queries: they move by up to", np.abs(y["x"] @ (turned[0] - y["w
 # $$
 #
 # The first adds the same number to the whole row $i$, and softmax does not see it: $b_K$ moves nothing, and its
-# gradient is 0. (This is why Whisper has no $b_K$.) The second holds because a row of weights sums to one: $b_V$ adds
+# gradient is 0. (Whisper, for one, has no $b_K$.) The second holds because a row of weights sums to one: $b_V$ adds
 # the constant $b_V W_O$ to every output, and could as well be part of an output bias $b_O$, which is added to $o$ at
 # the very end. Both need a row that has keys; one that has none stays 0. Only $b_Q$ does something: it adds
 # $b_Q \cdot k_j$, a preference for certain keys whoever asks.
@@ -264,44 +272,11 @@ agree("the gradient of b_K is 0", db["dw_k"][-1], 0)
 print("b_Q moves o by up to", np.abs(o_q - o).max().round(2), "and has the gradient", db["dw_q"][-1, :4], "...")
 
 # %% [markdown]
-# **Order does not exist.** Let $\Pi$ be a permutation matrix: $\Pi X$ has the tokens in another order. Then $q$, $k$,
-# $v$ are permuted, $s$ becomes $\Pi s \Pi^T$, softmax works row by row and keeps that, and since $\Pi^T \Pi = 1$,
-#
-# $$
-# o(\Pi X) = \sum_h (\Pi p_h \Pi^T)(\Pi v_h) W_O^h = \Pi \thinspace o(X) \qquad
-# o(\Pi_X X, \Pi_Z Z) = \Pi_X \thinspace o(X, Z)
-# \tag{3.5}
-# $$
-#
-# Self-attention is *equivariant*: tokens may come in any order and take their outputs with them. Across two sequences
-# the order of $Z$ does not matter at all. All that a model knows of order it is told by masks, by biases on the
-# scores, or in the tokens. A mask must be permuted along, rows and columns.
-
-# %%
-tokens = dict(x=draw("x", (1, 5, 8)), heads=3, scale=0.5) | {n: draw(n, (8, 12)) for n in WEIGHTS[:3]}
-tokens |= dict(w_o=draw("w_o", (12, 8)))
-weights_of = lambda **x: dict(zip(multi_head.STEPS, multi_head.steps(**x)))["weights"][0]
-order = np.array([3, 0, 4, 2, 1])
-shuffled = tokens | dict(x=tokens["x"][:, order])
-p, p_shuffled = weights_of(**tokens), weights_of(**shuffled)
-panels = {"tokens 0 1 2 3 4": p[1], "tokens 3 0 4 2 1": p_shuffled[1], "put back": p_shuffled[1][np.ix_(*[order.argsort()] * 2)]}
-figure = plot.attention_maps(panels, "Shuffled tokens: the same rows and columns, shuffled (head 1)")
-plot.save(figure, "03_multi_head_and_cross_order", """Three maps of five by five weights. The second is of the same
-    tokens in another order, and holds the same numbers in other places. The third, its rows and columns put back,
-    equals the first.""")
-o, causal = multi_head.dense(**tokens), masks.causal(5, 5)
-agree("(3.5) self: o is permuted", multi_head.dense(**shuffled), o[:, order])
-under = multi_head.dense(**tokens, mask=causal)
-agree("with the mask permuted along", multi_head.dense(**shuffled, mask=causal[order][:, order]), under[:, order])
-print("with the mask left as it was: off by", np.abs(multi_head.dense(**shuffled, mask=causal) - under[:, order]).max().round(1))
-agree("(3.5) cross: the order of z is nothing", cross.dense(z=shuffled["x"], **tokens), o)
-
-# %% [markdown]
 # ## Forms that agree
 #
 # Three more texts of the same formula. The first concatenates nothing, the second has neither keys nor values, the
-# third is in scalars, for other languages. The loop of self-attention is that of cross-attention, called with one
-# sequence twice.
+# third is in scalars, for other languages; `per_head` broadcasts the mask and hands over one batch entry with all its
+# heads. The loop of self-attention is that of cross-attention, called with one sequence twice.
 
 # %%
 plot.show(multi_head, "dense", "per_head_sum")
@@ -320,30 +295,63 @@ for variant, name in ("multi_head", "causal_and_padding"), ("cross", "mask_per_h
 # %% [markdown]
 # ## The weights of each head
 #
-# Five tokens, three heads, and beside them two things that are not heads: the mean of the three maps, which torch
-# returns when asked for weights, and one head of all twelve channels. With one head the *scores* of the three add up,
-# before the softmax; with three their *outputs* do, after it.
+# Four tokens, three heads, and beside them what is not a head: the mean of the three maps, which torch returns when
+# asked for weights, and one head of all twelve channels. With one head the *scores* of the three add up, before the
+# softmax; with three their *outputs* do, after it. The last map is head 1 again, for the same tokens in another order.
 
 # %%
-one = weights_of(**tokens | dict(heads=1))[0]
+tokens = dict(x=draw("x", (1, 4, 8)), heads=3, scale=0.5) | {n: draw(n, (8, 12)) for n in WEIGHTS[:3]}
+tokens |= dict(w_o=draw("w_o", (12, 8)))
+steps_of = lambda **x: dict(zip(multi_head.STEPS, multi_head.steps(**x)))
+order = np.array([3, 0, 2, 1])
+shuffled = tokens | dict(x=tokens["x"][:, order])
+p, one = steps_of(**tokens)["weights"][0], steps_of(**tokens | dict(heads=1))["weights"][0, 0]
 panels = {f"head {h}": p[h] for h in range(3)} | {"mean of the three": p.mean(0), "one head, 12 channels": one}
+panels["head 1, tokens shuffled"] = steps_of(**shuffled)["weights"][0, 1]
 figure = plot.attention_maps(panels, "Three heads ask three questions; no one map is their sum")
-plot.save(figure, "03_multi_head_and_cross_heads", """Five maps of five by five weights. Head 0 is spread out, head 1
-    looks at token 4 most of the time, head 2 at tokens 1 and 2. Their mean is grey everywhere, at most 0.4. One head of
-    all twelve channels is sharper than the mean and looks elsewhere: in row 4 it gives 0.96 to token 2.""")
+for axis in figure.axes[:5]:
+    axis.set(xticks=[], yticks=[])
+figure.axes[5].set(xticklabels=order, yticklabels=order)
+plot.save(figure, "03_multi_head_and_cross_heads", """Six maps of four by four weights. Head 0 is spread out, head 1 has
+    two queries that look past keys 1 and 2, head 2 looks at keys 1 and 2. Their mean lies between 0.19 and 0.33
+    everywhere. One head of all twelve channels is as sharp as any and looks elsewhere. Head 1 for tokens 3 0 2 1 holds
+    the numbers of head 1, rows and columns in that order.""")
 
-scores = {n: dict(zip(multi_head.STEPS, multi_head.steps(**tokens | dict(heads=n))))["scores"][0] for n in (1, 3)}
-agree("one head: the scores of the three, added", scores[1][0], scores[3].sum(0))
-agree("every row of every head sums to one", p.sum(-1), 1)
+o, x3 = multi_head.dense(**tokens), tokens["x"]
+agree("one head: the scores of the three, added", steps_of(**tokens | dict(heads=1))["scores"][0, 0],
+      steps_of(**tokens)["scores"][0].sum(0))
 OV = [wv @ wo for *_, wv, wo in cross.of_each_head(*(tokens[n] for n in WEIGHTS), 3)]
-agree("three heads: what they pass on, added", sum(p[h] @ tokens["x"] @ OV[h] for h in range(3)), o)
-print("with the mean map for each: off by", np.abs(p.mean(0) @ tokens["x"] @ sum(OV) - o).max().round(1))
+agree("three heads: their outputs, added", sum(p[h] @ x3 @ OV[h] for h in range(3)), o)
+print("with the mean map for each: off by", np.abs(p.mean(0) @ x3 @ sum(OV) - o).max().round(1))
 
 # %% [markdown]
 # There is no mixing matrix $M$ with $o = M X$ any more, nor one with $o = M X B$: each head mixes tokens with its
-# $p_h$ and features with its $B_h$. It is a sum of $H$ such pairs, and a map that leaves out the $B_h$, such as the
-# mean, tells less than it seems to.
+# $p_h$ and features with its $B_h$. It is a sum of $H$ such pairs, and a map that leaves out the $B_h$, as the mean
+# does, tells less than it seems to.
 #
+# **Order does not exist.** Let $\Pi$ be a permutation matrix: $\Pi X$ has the tokens in another order. Then $q$, $k$,
+# $v$ are permuted, $s$ becomes $\Pi s \Pi^T$, softmax works row by row and keeps that, and since $\Pi^T \Pi = 1$,
+#
+# $$
+# o(\Pi X) = \sum_h (\Pi p_h \Pi^T)(\Pi v_h) W_O^h = \Pi \thinspace o(X) \qquad
+# o(\Pi_X X, \Pi_Z Z) = \Pi_X \thinspace o(X, Z)
+# \tag{3.5}
+# $$
+#
+# Self-attention is *equivariant*: tokens may come in any order and take their outputs with them. Across two sequences
+# the order of $Z$ does not matter at all. All that a model knows of order it is told by masks, by biases on the
+# scores, or in the tokens. A mask must be permuted along, rows and columns.
+
+# %%
+agree("the maps are permuted", steps_of(**shuffled)["weights"][0], p[:, order][:, :, order])
+agree("(3.5) self: o is permuted", multi_head.dense(**shuffled), o[:, order])
+agree("(3.5) cross: the order of z is nothing", cross.dense(z=shuffled["x"], **tokens), o)
+causal = masks.causal(4, 4)
+under, left = multi_head.dense(**tokens, mask=causal), multi_head.dense(**shuffled, mask=causal)
+agree("with the mask permuted along", multi_head.dense(**shuffled, mask=causal[order][:, order]), under[:, order])
+print("with the mask left as it was: off by", np.abs(left - under[:, order]).max().round(1))
+
+# %% [markdown]
 # ## Two sequences
 #
 # In an encoder-decoder $Z$ is what the encoder made of the source, once. So are its keys and values: they are the
@@ -370,7 +378,7 @@ agree("padded to six = alone, with four", cross.dense(**entry), o[1:])
 agree("nothing to read: o = 0", cross.dense(**y | dict(z=y["z"][:, :0], mask=np.array(True))), 0, 0)
 
 # %% [markdown]
-# The mask of cross-attention is the padding of *the other* sequence, (B, 1, 1, Tk), and three things are done to it
+# The mask of cross-attention is the padding of *the other* sequence, (B, 1, 1, Tk), and two things are done to it
 # that should not be. To see them, choose inputs that make the output show the weights: let the tokens of $Z$ be the
 # unit vectors, every $W_V^h$ the identity, and $W_O$ the identity of full width. Then $head_h = p_h$, and $o$ is the
 # maps of the heads side by side. Query 2 is itself padding.
@@ -380,14 +388,18 @@ see = dict(x=draw("x", (1, 3, 8)), z=np.eye(4)[None], w_q=draw("w_q", (8, 8)), w
            w_v=np.tile(np.eye(4), 2), w_o=np.eye(8), heads=2, scale=0.5,
            mask=masks.padding([3], 4) & masks.padding([2], 3).swapaxes(-1, -2))
 panels = {"right": (cross.dense(**see)[0], np.tile(see["mask"][0, 0], 2))}
-for slug in "causal_across", "padding_of_wrong_side", "mask_dropped":
+for slug in "causal_across", "padding_of_wrong_side":
     panels[slug] = np.reshape(cross.BUGS[slug][1](see), (3, 8))
 figure = plot.attention_maps(panels, "The mask between two sequences is the padding of the one that is read",
                              labels=("keys 0 to 3 of head 0, then of head 1", "query i"))
-plot.save(figure, "03_multi_head_and_cross_across", """Four maps of three queries by two times four keys, the maps of
+figure.set_size_inches(8.9, 1.8)
+for axis in figure.axes[:-1]:
+    axis.axvline(3.5, color="white", linewidth=3)
+    axis.set(xticks=[], yticks=[])
+plot.save(figure, "03_multi_head_and_cross_across", """Three maps of three queries by two times four keys, the maps of
     two heads side by side. Right: queries 0 and 1 see keys 0 to 2, the last key is padding, query 2 sees nothing.
-    Causal across: query 0 sees key 0 alone. Padding of the wrong side: two keys are seen, as many as there are real
-    queries. Mask dropped: the padded key has weight, and the padded query too.""")
+    Causal across: query 0 sees key 0 alone and query 1 two keys. Padding of the wrong side: all see two keys, as many
+    as there are real queries.""")
 
 # %% [markdown]
 # ## What it costs
@@ -432,30 +444,32 @@ for H in 1, 2, 4, 8:
 # That is a bargain for few queries, or where $D_z$ is small: DeepSeek's latent attention is built on it.
 
 # %%
-T, D, H = [16, 32, 64, 128, 256, 512], 64, 4
+T, D, H = [32, 64, 128, 256, 512], 64, 4
 flops = {name: [] for name in ("projections", "attention in the heads")}
 for t in T:
     y = sized(t, t, D, D, H, D // H, D // H)
     q, k, v = cross.project(*(y[name] for name in ("x", "z", *WEIGHTS[:3])), H)
     flops["attention in the heads"].append(count(sdpa.dense, q=q, k=k, v=v, scale=0.5)["flops"])
     flops["projections"].append(count(cross.dense, **y)["flops"] - flops["attention in the heads"][-1])
-made = [1, 2, 4, 8, 16, 32, 64]
-one, form = sized(1, 64, D, D, H, D // H, D // H), count(cross.dense, **sized(1, 64, D, D, H, D // H, D // H))["flops"]
-absorbed = count(cross.absorbed, **one)["flops"]
+made = [1, 4, 16, 64]
+one = sized(1, 64, D, D, H, D // H, D // H)
+anew, absorbed = count(cross.dense, **one)["flops"], count(cross.absorbed, **one)["flops"]
 figure, axes = plot.subplots(1, 2, size=(4.0, 3.1))
-plot.lines(axes[0], T, flops, "tokens T", "operations", f"D = {D}: attention overtakes\nthe projections at T = 2D")
+plot.lines(axes[0], T, flops, "tokens T", "operations", f"D = {D}: attention overtakes\nthe projections near T = 2D")
 axes[0].axvline(2 * D, color="0.6", linewidth=0.8, linestyle=":")
 plot.lines(axes[1], made, {
-    "K, V anew for every token": [m * form for m in made], "absorbed, only Z kept": [m * absorbed for m in made],
+    "K, V anew for every token": [m * anew for m in made], "absorbed, only Z kept": [m * absorbed for m in made],
     "K, V computed once": [count(cross.dense, **sized(m, 64, D, D, H, D // H, D // H))["flops"] for m in made]},
     "tokens made", "operations", "Reading 64 tokens of Z,\none query at a time")
+for axis in axes:
+    axis.set_yticks([], minor=True)
 plot.save(figure, "03_multi_head_and_cross_cost", """Two log-log plots of counted operations. Left, for 64 features
     and four heads: projections grow with T, attention with its square, and the lines cross just before T = 128,
     twice the features. Right, for a decoder that reads 64 tokens: computing keys and values anew for every token
-    made is dearest; computed once, the cost is nearly flat at first; the absorbed form is cheapest for up to
-    a few tokens.""")
+    made is dearest; computed once, the cost is nearly flat at first; the absorbed form is cheaper than that for fewer
+    than 16 tokens.""")
 near = np.interp(0, np.log(np.divide(flops["attention in the heads"], flops["projections"])), np.log(T))
-print("they cross at T =", np.exp(near).round(), "and 2D =", 2 * D)
+print(f"they cross at T = {np.exp(near):.0f}, a little before 2D = {2 * D}: the small terms of (3.6)")
 
 # %% [markdown]
 # ## Derivation: backward
@@ -494,8 +508,7 @@ print("they cross at T =", np.exp(near).round(), "and 2D =", 2 * D)
 # \tag{3.9}
 # $$
 #
-# A forgotten path leaves a gradient of the right shape and size. In a stack of layers training still works, only
-# worse.
+# A forgotten path leaves a gradient of the right shape, and of a size that does not give it away.
 
 # %%
 plot.show(cross, "vjp_of_heads", "of_weight", "vjp")
@@ -550,15 +563,19 @@ print(table(own.items(), ("mistake", "what is wrong")))
 # Every one of these has the right shape, weights that look like weights, and no error message.
 
 # %%
-see = dict(x=np.eye(3, 6)[None], w_q=draw("w_q", (6, 6)), w_k=draw("w_k", (6, 6)), heads=2, scale=0.75,
+see = dict(x=np.eye(3, 6)[None], w_q=3 * draw("w_q", (6, 6)), w_k=draw("w_k", (6, 6)), heads=2, scale=0.75,
            w_v=np.vstack([np.tile(np.eye(3), 2), np.zeros((3, 6))]), w_o=np.eye(6),
            mask=np.stack([masks.causal(3, 3), masks.full(3, 3)])[None])
 shown = ("heads_split_by_view", "heads_split_interleaved", "heads_merged_by_view", "shared_head_projection",
-         "mask_of_head_0", "w_q_and_w_k_swapped", "linear_weight_transposed", "scale_by_d_model")
+         "mask_of_head_0")
 panels = {"right": (multi_head.dense(**see)[0], np.hstack(see["mask"][0]))}
 panels |= {slug: np.reshape(multi_head.BUGS[slug][1](see), (3, 6)) for slug in shown}
-figure = plot.attention_maps(panels, "Two heads side by side, right and eight times wrong",
+figure = plot.attention_maps(panels, "Two heads side by side, right and five times wrong",
                              labels=("keys of head 0, then of head 1", "query i"))
+figure.set_size_inches(8.9, 3.6)
+for axis in figure.axes[:-1]:
+    axis.axvline(2.5, color="white", linewidth=3)
+    axis.set(xticks=[], yticks=[])
 plot.save(figure, "03_multi_head_and_cross_mistakes", """Nine maps of three queries by two times three keys, two
     heads side by side. Right: head 0 is a staircase, head 1 is full. By view, split or merged: weight stands where it
     is masked and rows do not sum to one for each head. Interleaved: other weights, above all in head 1. Shared
@@ -583,8 +600,8 @@ right = check_exercise("multi_head", port)
 
 # %% [markdown]
 # Two cases forgive it: one token, and one head. There the two reshapes are the same, and that is why it survives a
-# quick test. (The third is `large_scores`, where every head does the same.) A loss curve forgives it too: with this
-# split a model trains, on scrambled tokens, and is only worse than it could be.
+# quick test. A loss curve may
+# forgive it too: training makes the best of scrambled tokens.
 #
 # ## Where code in the wild differs
 #
@@ -604,7 +621,7 @@ names = {"[Q|K|V]": [(h, f"{a}{h}") for a in "qkv" for h in range(3)],
          "per head": [(h, f"{a}{h}") for h in range(3) for a in "qkv"]}
 figure, axis = plot.subplots(size=(6.0, 1.5))
 plot.group_map(axis, [[h for h, _ in row] for row in names.values()], [[a for _, a in row] for row in names.values()],
-               "Nine blocks, two orders: what is read as q2 is head 0's k, or k is read as v", labels=("block", ""))
+               "Nine blocks of columns in two orders: six of them change place", labels=("block", ""))
 axis.set_yticks(range(2), ["[Q|K|V]: torch, GPT-2", "[q|k|v] per head: Bloom, NeoX"])
 plot.save(figure, "03_multi_head_and_cross_packed", """Two rows of nine blocks, coloured by head. First row: q0 q1 q2 k0
     k1 k2 v0 v1 v2. Second row: q0 k0 v0 q1 k1 v1 q2 k2 v2. Only the first, the middle and the last block agree.""")
@@ -618,7 +635,8 @@ query_key_value = np.stack([w.T.reshape(H, d, D) for w in three], axis=1).reshap
 kernels = [w.reshape(D, H, d) for w in three]
 read = {"torch in_proj_weight": np.split(in_proj.T, 3, axis=1),
         "GPT-2 c_attn": np.split(c_attn, 3, axis=1),
-        "Bloom, GPT-NeoX query_key_value": query_key_value.reshape(H, 3, d, D).transpose(1, 3, 0, 2).reshape(3, D, H * d),
+        "Bloom, GPT-NeoX query_key_value":
+            query_key_value.reshape(H, 3, d, D).transpose(1, 3, 0, 2).reshape(3, D, H * d),
         "Flax, Keras kernels": [kernel.reshape(D, H * d) for kernel in kernels]}
 for name, ours in read.items():
     agree(name, multi_head.dense(**y | dict(zip(WEIGHTS, ours))), golden.outputs["o"])
@@ -631,8 +649,8 @@ right = check_exercise("multi_head", lambda **x: multi_head.dense(**x | multi_he
 right = check_exercise("multi_head", lambda **x: multi_head.dense(**x | {n: x[n].T for n in WEIGHTS}), "square")
 
 # %% [markdown]
-# **What else to look for.** In torch `nn.MultiheadAttention`, and only there, True means *masked*, in `attn_mask` and
-# in `key_padding_mask`; its scale is fixed at $1/\sqrt{D/H}$; the widths of $Z$ are called `kdim` and `vdim`; the
+# **What else to look for.** In torch `nn.MultiheadAttention` True means *masked*, unlike nearly everywhere else, in
+# `attn_mask` and in `key_padding_mask`; its scale is fixed at $1/\sqrt{D/H}$; the widths of $Z$ are called `kdim` and `vdim`; the
 # weights it returns are the mean over the heads unless asked otherwise; a query without keys gives 0, or NaN if
 # weights are returned too; and an empty $Z$ is refused. Its `add_zero_attn` appends a key and a value of zeros: that
 # is a sink of 0 (chapter 1). Its `bias_k` and `bias_v` are no biases but one more key and value, learned, the same
@@ -647,7 +665,8 @@ more = dict(k=np.insert(k, 8, 0.0, axis=2), v=np.insert(v, 8, 0.0, axis=2), mask
 zero_attn = sdpa.dense(q, **more, scale=0.5)[0]
 agree("add_zero_attn is a sink of 0", zero_attn, sdpa.dense(q, k, v, y["mask"], sink=np.zeros(3), scale=0.5)[0])
 inverted = cross.BUGS["mask_polarity"][1](y)[0]
-agree("True = masked: pass the opposite", cross.BUGS["mask_polarity"][1](y | dict(mask=~y["mask"]))[0], cross.dense(**y))
+opposite = cross.BUGS["mask_polarity"][1](y | dict(mask=~y["mask"]))[0]
+agree("True = masked: pass the opposite", opposite, cross.dense(**y))
 print("or be off by", np.abs(inverted - cross.dense(**y)).max().round(1))
 
 # %% [markdown]
@@ -657,26 +676,27 @@ print("or be off by", np.abs(inverted - cross.dense(**y)).max().round(1))
 
 # %%
 y = load_cases("multi_head", "basic")[0].inputs
-o, one = multi_head.dense(**y), np.eye(8)
+o, eye = multi_head.dense(**y), np.eye(8)
 plain = sdpa.dense(*[y["x"][:, None]] * 3, scale=0.5)[0][:, 0]
-agree("one head, all weights 1: plain attention", multi_head.dense(y["x"], one, one, one, one, heads=1, scale=0.5), plain)
-agree("one token: x W_V W_O", multi_head.dense(**y | dict(x=y["x"][:, :1], mask=np.array(True))), y["x"][:, :1] @ y["w_v"] @ y["w_o"])
-agree("scale 0: the mean over the tokens, projected", multi_head.dense(**y | dict(scale=0.0)),
-      y["x"].mean(1, keepdims=True) @ y["w_v"] @ y["w_o"])
+agree("one head, weights 1: attention", multi_head.dense(y["x"], *[eye] * 4, heads=1, scale=0.5), plain)
+first = y | dict(x=y["x"][:, :1], mask=np.array(True))
+agree("one token: x W_V W_O", multi_head.dense(**first), first["x"] @ y["w_v"] @ y["w_o"])
+mean = y["x"].mean(1, keepdims=True)
+agree("scale 0: the mean token, projected", multi_head.dense(**y | dict(scale=0.0)), mean @ y["w_v"] @ y["w_o"])
 
-blocks = [np.split(y[name], 3, axis=name == "w_o" and 0 or 1) for name in WEIGHTS]
-join = lambda order: {name: np.concatenate([block[h] for h in order], axis=0 if name == "w_o" else 1)
-                      for name, block in zip(WEIGHTS, blocks)}
-agree("heads in another order, columns and rows together", multi_head.dense(**y | join([2, 0, 1])), o)
-agree("heads 0 and 2 as one layer, head 1 as another, added",
-      multi_head.dense(**y | join([0, 2]) | dict(heads=2)) + multi_head.dense(**y | join([1]) | dict(heads=1)), o)
-silent = y | dict(w_o=np.concatenate([blocks[3][0], 0 * blocks[3][1], blocks[3][2]]))
-agree("a head whose W_O is 0 may be cut out", multi_head.dense(**y | join([0, 2]) | dict(heads=2)), multi_head.dense(**silent))
+four = list(cross.of_each_head(*(y[name] for name in WEIGHTS), 3))
+join = lambda *order: dict(zip(WEIGHTS, (np.concatenate([four[h][i] for h in order], int(i < 3)) for i in range(4))),
+                           heads=len(order))
+agree("heads in another order, rows and columns alike", multi_head.dense(**y | join(2, 0, 1)), o)
+parts = [multi_head.dense(**y | join(*order)) for order in ([0, 2], [1])]
+agree("heads 0 and 2 as one layer, head 1 as another, added", sum(parts), o)
+silent = y | dict(w_o=np.concatenate([four[0][3], 0 * four[1][3], four[2][3]]))
+agree("a head whose W_O is 0 may be cut out", multi_head.dense(**silent), parts[0])
 
-shared = y | dict(w_k=np.tile(blocks[1][0], 3), w_v=np.tile(blocks[2][0], 3))
-q, k, v = core.split_heads(y["x"] @ y["w_q"], 3), (y["x"] @ blocks[1][0])[:, None], (y["x"] @ blocks[2][0])[:, None]
+shared = y | dict(w_k=np.tile(four[0][1], 3), w_v=np.tile(four[0][2], 3))
+q, k, v = core.split_heads(y["x"] @ y["w_q"], 3), *((y["x"] @ four[0][i])[:, None] for i in (1, 2))
 multi_query = core.merge_heads(gqa.dense(q, k, v, scale=y["scale"])[0]) @ y["w_o"]
-agree("all heads with one W_K and W_V: multi-query attention", multi_head.dense(**shared), multi_query)
+agree("one W_K and W_V for all heads: multi-query attention", multi_head.dense(**shared), multi_query)
 
 # %% [markdown]
 # ## In a box

@@ -53,8 +53,8 @@ for variant in gqa, kv_cache, ring_cache:
 
 # %% [markdown]
 # 1. **Shapes.** `B` rows, independent of one another; `Hq` query heads, `Hkv` key and value heads, `Hq` a multiple of
-#    `Hkv`. Keys `dk` and values `dv` need not be as wide. In `gqa`, `Tk` may be 0. The caches have `P` slots, the
-#    rings `W`; a call brings `T` new tokens, at least one.
+#    `Hkv`, else an error. Keys `dk` and values `dv` need not be as wide. In `gqa`, `Tk` may be 0. The caches have `P`
+#    slots, the rings `W`; a call brings `T` new tokens, at least one.
 # 2. **Heads.** Query head $h$ reads kv head $\lfloor h / G \rfloor$: neighbours share.
 # 3. **scale** is a number without a default. It multiplies $q$ before the product is formed, so that the product
 #    stays in range in half precision. There is no bias, cap or sink here.
@@ -63,12 +63,12 @@ for variant in gqa, kv_cache, ring_cache:
 #    logarithm of $z$, of scaled scores.
 # 5. **past_length** is $n$, one integer per row: how many tokens the row has ever seen. In `kv_cache` they lie in slots
 #    0 to $n - 1$; in `ring_cache`, where $n$ may exceed `W`, the last of them, position $j$ in slot $j \bmod W$.
-# 6. **Write, then read.** New token $t$ is at position $i = n + t$. Its key and value go to slot $i$, or $i \bmod W$, of
-#    every kv head. It sees itself and what came before: slots 0 to $i$, or the last $W$ positions, its own included.
+# 6. **Write, then read.** New token $t$ is at position $i = n + t$. Its key and value go to slot $i$, or $i \bmod W$,
+#    of every kv head. It sees itself and what came before: slots 0 to $i$, or the last $W$ positions, its own included.
 #    Never more: several new tokens are causal among themselves. A token always sees itself, so no row is empty.
 # 7. **Outputs** are $o$ and both caches after the call. Slots that the call does not write come back bit for bit.
 #    The inputs are not changed. In `ring_cache`, `T` may exceed `W`; then the ring turns more than once.
-# 8. **Room.** $n + T \leq P$ in every row of `kv_cache`, else an error. A ring is never full.
+# 8. **Room.** $n + T \leq P$ in every row of `kv_cache`, else an error. A ring takes any $n$.
 # 9. **Never read.** A slot without a token may hold anything, NaN included; in `gqa` so may a key, with its value,
 #    that no query head of its group may attend to, and a query that sees no key.
 # 10. **chunk_size** (`kv_cache` only) says into how many tokens a form may cut the call. It never changes the result; a
@@ -84,8 +84,8 @@ for variant in gqa, kv_cache, ring_cache:
 # %% [markdown]
 # ## Three tokens by hand
 #
-# Two tokens are cached, the third arrives: $n = 2$, `T` = 1. Four query heads share two kv heads, $G = 2$; there are
-# four slots, and the last is garbage. Rows below are heads, columns are slots. The first score is
+# Two tokens are cached, the third arrives: $n = 2$, `T` = 1. Four query heads share two kv heads, $G = 2$; of
+# four slots two are empty, and NaN. Rows below are query heads, columns are slots. The first score is
 # $s_{00} = 0.75 \thinspace (1 \cdot 2 - 0.5 \cdot 1) = 1.125$.
 
 # %%
@@ -249,9 +249,9 @@ for axis, (name, borders) in zip(axes, cuts.items()):
     number = np.repeat(np.arange(len(calls)), np.diff(borders))[:, None] + np.zeros(T)
     axis.imshow(np.ma.array(number, mask=~keep), cmap="viridis", vmin=-0.5, vmax=5.5, interpolation="none")
     axis.hlines(np.array(borders[1:-1]) - 0.5, -0.5, T - 0.5, color="black", linewidth=1)
-    axis.set(title=f"{name}\n{len(calls)} call{'s' * (len(calls) > 1)}", xlabel="slot j", ylabel="token")
-    axis.label_outer()
+    axis.set(title=f"{name}\n{len(calls)} call{'s' * (len(calls) > 1)}", xticks=[], yticks=[], xlabel="slot j")
     assert (keep == masks.causal(T, T)).all()
+axes[0].set_ylabel("token i")
 figure.suptitle("However the tokens are cut into calls, they fill the same triangle")
 plot.save(figure, "04_gqa_and_kv_cache_calls", """Four maps of six tokens by six slots, each the same lower
     triangle, with a line between calls and a colour per call: one call; three calls of two tokens; a call of three
@@ -336,9 +336,8 @@ for axis, (title, held) in zip(axes, {"As it lies: one slot is written per token
     for j, t in np.argwhere(~np.isnan(held)):
         axis.text(t, j, f"{held[j, t]:.0f}", ha="center", va="center", fontsize=9,
                   color="white" if age[j, t] > 1 else "black", fontweight="bold" if age[j, t] == 0 else "normal")
-    axis.set(title=title, xticks=range(tokens), yticks=range(W), xlabel="after token i",
-             ylabel="slot" if held is by_slot else "place")
-    axis.label_outer()
+    axis.set(title=title, xticks=[], yticks=range(W), ylabel="slot" if held is by_slot else "place")
+axes[1].set(xticks=range(tokens), xlabel="after token i")
 plot.save(figure, "04_gqa_and_kv_cache_ring", """Two strips of eleven frames of four slots, numbers are the positions
     held, colour their age. Above, the ring: token i is written into slot i mod 4, so bright new cells run down the
     slots and start again at the top, and each number stays in its slot for four frames; the last frame holds 8, 9,
@@ -481,26 +480,28 @@ print(table(zip(lengths, again, cached, (again / cached).round(1), [round((2 * t
             ("tokens", "flops, prefix again", "flops, cached", "ratio", "(2 T + 1) / 3")))
 
 # %% [markdown]
-# **Bytes of a step.** A step reads all weights once, and the cache of every row. Mistral 7B, counted from the table of
-# its report (width 4096, 32 layers, 32 heads of 128, 8 kv heads, feed-forward 14336, vocabulary 32000, window 4096),
-# with its cache in the four ways that its 32 query heads could have been fed.
+# **Bytes of a step.** A step reads the weights once, all but the table of embeddings, of which it reads a row, and the
+# cache of every row of the batch. Mistral 7B, counted from the table of its report (width 4096, 32 layers, 32 heads of
+# 128, 8 kv heads, feed-forward 14336, vocabulary 32000, window 4096), with its cache in the four ways that its 32 query
+# heads could have been fed. A weight is 2 bytes and 2 flops; a key with its value, of all layers, takes $4 L H_q d_h$
+# flops.
 
 # %%
-D, L, Hq, dh, ffn, vocabulary, W = 4096, 32, 32, 128, 14336, 32000, 4096
-weights = lambda Hkv: L * (2 * D * Hq * dh + 2 * D * Hkv * dh + 3 * D * ffn + 2 * D) + 2 * vocabulary * D + D
-print(f"parameters {weights(8) / 1e9:.2f} billion, {2 * weights(8) / GiB:.1f} GiB")
-rows = []
+D, L, Hq, Hkv, dh, ffn, vocabulary, W = 4096, 32, 32, 8, 128, 14336, 32000, 4096
+weights = L * (2 * D * Hq * dh + 2 * D * Hkv * dh + 3 * D * ffn + 2 * D) + D + vocabulary * D
+print(f"{(weights + vocabulary * D) / 1e9:.2f} billion parameters; a step reads {2 * weights / GiB:.1f} GiB of them")
+rows, flops_of_a_key = [], 4 * L * Hq * dh
 for Hkv in 32, 8, 1:
-    equal_bytes = 2 * weights(8) / kv_cache.cache_bytes(L, 1, Hkv, dh, 2)
-    equal_flops = 2 * weights(8) / (4 * L * Hq * dh)
-    rows.append((Hkv, round(equal_bytes), round(equal_bytes / 16), round(equal_flops)))
-print(table(rows, ("Hkv", "cache = weights at T", "... in a batch of 16", "attention = weights in flops at T")))
+    token = kv_cache.cache_bytes(L, 1, Hkv, dh, 2)
+    equal_bytes, equal_flops = 2 * weights / token, 2 * weights / flops_of_a_key
+    rows.append((Hkv, flops_of_a_key // token, round(equal_flops), round(equal_bytes), round(equal_bytes / 16)))
+print(table(rows, ("Hkv", "flops per byte", "equal flops at T", "equal bytes at T", "... in a batch of 16")))
 
 T = [1024, 4096, 16384, 65536, 262144]
 figure, axes = plot.subplots(1, 2, size=(3.9, 3.1))
 plot.lines(axes[0], lengths, {"the prefix again": again, "with a cache": cached}, "tokens written", "flops, one layer",
            "A cache takes one power\noff the work")
-curves = {"weights, once": [2 * weights(8) / GiB] * len(T)}
+curves = {"weights, once": [2 * weights / GiB] * len(T)}
 kinds = {"32 kv heads (MHA)": (32, np.inf), "8 kv heads (GQA)": (8, np.inf), "8, ring of 4096": (8, W),
          "1 kv head (MQA)": (1, np.inf)}
 for name, (Hkv, most) in kinds.items():
@@ -509,24 +510,27 @@ plot.lines(axes[1], T, curves, "tokens T", "GiB read in one step",
            "Sharing moves the crossing by G,\na ring takes it away")
 axes[1].legend(frameon=False, fontsize=7)
 axes[1].set_xticks(T, ["1k", "4k", "16k", "64k", "256k"])
+axes[0].set_yticks([1e4, 1e6, 1e8], ["10 thousand", "1 million", "100 million"])
+axes[1].set_yticks([0.1, 1, 10, 100], [0.1, 1, 10, 100])
 for axis in axes:
     axis.set_yticks([], minor=True)
 plot.save(figure, "04_gqa_and_kv_cache_cost", """Left: counted flops to write 8 to 128 tokens, one layer: doing the
     prefix again rises with slope three, a cache with slope two, 86 times less at 128 tokens. Right: GiB read in one
-    decode step of Mistral 7B against tokens: the weights are a level line at 13.5 GiB; the cache with 32 kv heads
-    crosses it at 28 thousand tokens, with 8 at 110 thousand, with one beyond the picture; a ring of 4096 levels off
+    decode step of Mistral 7B against tokens: the weights are a level line at 13.2 GiB; the cache with 32 kv heads
+    crosses it at 27 thousand tokens, with 8 at 108 thousand, with one beyond the picture; a ring of 4096 levels off
     at half a GiB.""")
 
 # %% [markdown]
-# The last two columns say what sharing does. With 32 kv heads the cache passes the weights in bytes exactly where
-# attention passes them in flops, because each takes one flop per byte at two bytes a number. With 8 the flops stay
-# where they were and the bytes come four times later. A batch divides the tokens: rows share the weights and not the
-# cache.
+# Attention does as much work as the weights at the same $T$ whatever is shared. With 32 kv heads the cache outgrows the
+# weights at that very $T$, for both take one flop per byte; with 8 it does so four times later. A batch divides the
+# tokens: rows share the weights and not the cache.
 #
 # ## Derivation: backward
 #
-# **Groups.** Write $K_h = k_{g(h)}$ for the copy that head $h$ reads. The gradient of a copy is that of attention, as
-# if the head were alone. The chain rule adds up all paths to the original, one through each head of its group:
+# **Groups.** Write $K_h = k_{g(h)}$ for the copy that head $h$ reads, $dK_h$ for its gradient, as if it were no copy.
+# Move $k_g$ by $\delta$: the copies with $g(h) = g$ move by $\delta$, all others stay, and the loss changes by
+# $\sum_h [g(h) = g] \thinspace dK_h \cdot \delta$. What multiplies $\delta$ is the gradient, and $g(h) = g$ means
+# $g G \leq h \lt (g + 1) G$:
 #
 # $$
 # dk_g = \sum_{h = g G}^{g G + G - 1} dK_h
@@ -575,6 +579,12 @@ for variant, case in ("gqa", "everything"), ("kv_cache", "basic"), ("ring_cache"
     print(f"{variant}, {case}: {load_cases(variant, case)[0].why}")
     gradient_table(variant, case)
     print()
+golden = load_cases("gqa", "basic")[0]
+x, got = golden.inputs, gqa.vjp(**golden.cotangents | golden.inputs)
+by_head = sdpa.vjp(**golden.cotangents | x | {name: core.repeat_heads(x[name], 6) for name in "kv"})
+for name in "dk", "dv":
+    groups = [by_head[name][:, 0:3].sum(1), by_head[name][:, 3:6].sum(1)]
+    agree(f"(4.4) {name}: heads 0 to 2 and heads 3 to 5 of MHA, added up", got[name], np.stack(groups, axis=1))
 
 # %% [markdown]
 # The whole of it in one equality: cut seven tokens into calls of 3, 1, 2 and 1, run the calls forward, then their
@@ -679,8 +689,8 @@ figure.colorbar(image, ax=axes, label="weight", shrink=0.8)
 figure.suptitle("A ring of W = 4 and three new tokens: right is a band of four")
 plot.save(figure, "04_gqa_and_kv_cache_ring_mistakes", """Six maps of tokens at positions 6, 7, 8 by positions 0 to 8.
     Right: a band of four that ends on the token's own position. Window plus one and minus one: bands of five and
-    three. Written before read: the first token has only positions 5 and 6. Slots taken for
-    positions: the wrong old tokens are dropped. Slot clamped: old tokens linger that should have been overwritten.""")
+    three. Written before read: the first token has only positions 5 and 6. Slots taken for positions: the wrong old
+    tokens are dropped. Slot clamped: old tokens linger that should have been overwritten.""")
 
 # %% [markdown]
 # **One wrong port, caught live.** A decoder as it is often put together: write the new tokens, take everything up to
@@ -715,7 +725,7 @@ right = check_exercise("kv_cache", port)
 # | cache | `P` slots from the start | a cache that grows, past and new side by side: transformers by default |
 # | window | `W` keys, own included | the same in transformers; the text of Mistral's report, $i - W$ to $i$, reads as $W + 1$ |
 # | ring | position modulo `W` | the same in Mistral's first code and in ONNX TensorScatter, circular |
-# | | | the last $W - 1$ tokens, in order, in transformers |
+# | | | the last $W - 1$ tokens, in order, in the growing cache of transformers |
 # | rotation | before the cache | the same in Llama and its kin |
 #
 # Tiling is in nobody's column: it is no convention, it is a mistake. Where words differ and numbers do not, the
@@ -789,6 +799,11 @@ again = {name: draw("x", x[name].shape) for name in "qkv"}
 fresh = kv_cache.dense(**x | again)
 retried = kv_cache.dense(**x | again | dict(past_key=key, past_value=value))
 agree("taken back: the length of before, other tokens", retried[0], fresh[0], 0)
+y = load_cases("ring_cache", "basic")[0].inputs
+before, *after = ring_cache.dense(**y)
+retried = ring_cache.dense(**y | dict(zip(("ring_key", "ring_value"), after)))[0]
+wrong = abs(retried - before).max((1, 2, 3)) > 1e-9
+print("a ring of 8 taken back by 5 tokens: rows of", y["past_length"][wrong], "tokens are wrong")
 
 seen = kv_cache.seen(x["past_length"], 5, 9)
 half = lambda part: gqa.dense(x["q"], key[:, :, part], value[:, :, part], seen[..., part], scale=x["scale"])
@@ -937,8 +952,8 @@ assert check_exercise("ring_cache", ring_attention)
 # %% [markdown]
 # ## Sources
 #
-# - Shazeer 2019, *Fast transformer decoding: one write-head is all you need*, arXiv:1911.02150: section 2.4, incremental
-#   attention and its ratio of memory to arithmetic; section 3, multi-query attention.
+# - Shazeer 2019, *Fast transformer decoding: one write-head is all you need*, arXiv:1911.02150: section 2.4,
+#   incremental attention and its ratio of memory to arithmetic; section 3, multi-query attention.
 # - Ainslie et al. 2023, *GQA*, arXiv:2305.13245: section 2.1, mean-pooling of heads; section 2.2, groups.
 # - Jiang et al. 2023, *Mistral 7B*, arXiv:2310.06825: section 2, window and rolling buffer, and table 1.
 # - Pope et al. 2022, *Efficiently scaling transformer inference*, arXiv:2211.05102: what a decode step reads.

@@ -1,4 +1,4 @@
-"""What the README and the docs quote from commands is what the commands print; their code runs; their links lead somewhere."""
+"""What README and docs quote from commands is what the commands print; their code runs; their links lead somewhere."""
 import importlib.util
 import re
 from pathlib import Path

@@ -104,6 +104,7 @@ def shape_of(text, sizes):
 
 
 def variant_name(module):
+    """The last part of a module's name."""
     return module.__name__.rsplit(".", 1)[1]
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from .. import __version__, variants
@@ -91,7 +92,7 @@ def verify(options):
         cases.load_cases(name)
     line, rows = Line(), []
     line(f"verifying {', '.join(names)}", log=True)
-    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
+    with ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), get_context("spawn")) as pool:
         for row in pool.map(summary, names):
             rows.append(row)
             line(f"{row.variant} verified, {len(rows)} of {len(names)} variants", log=True)

@@ -71,6 +71,7 @@ def to_ball(x):
 
 
 def every_to_ball(x):
+    """An object array of balls, shaped like x."""
     return np.asarray(np.frompyfunc(to_ball, 1, 1)(np.asarray(x)), dtype=object)
 
 

@@ -5,7 +5,7 @@ u_acc the unit roundoffs of the type read and written and of the accumulator, et
 score = error / tol.
 NaN, infinities and zeros that mark absence are compared as patterns; shapes and dtypes exactly.
 """
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 

@@ -7,11 +7,11 @@
     o_i     = sum_{j: keep_ij} exp(scale q_i . k_j) v_j / z_i
 
 length is that of the batch entry, D the dilation; an open side of the window has no bound. Where code in the wild
-differs: the diagonal starts at the top left in torch and jax, at the bottom right in flash-attention 2.1, and in ONNX
-at the bottom right of nonpad_kv_seqlen or, without it, at the top left. A window w is w keys with the query's own
-(transformers), w each side (its bidirectional masks), w/2 each side (Longformer), w before the own (the text of Mistral
-7B, arXiv:2310.06825, section 2); -1 is open. Packed kernels count positions inside a sequence: the same keys where
-queries and keys are packed alike.
+differs: the diagonal starts at the top left in torch and jax, at the bottom right in flash-attention 2.1, which counts
+true queries as well as true keys, and in ONNX after the past, at the bottom right of nonpad_kv_seqlen, or else at the
+top left. A window w is w keys with the query's own (transformers), w each side (its bidirectional masks), w/2 each side
+(Longformer), w before the own (the text of Mistral 7B, arXiv:2310.06825, section 2); -1 is open. Packed kernels count
+positions inside a sequence: the same keys where queries and keys are packed alike.
 """
 import numpy as np
 
@@ -26,7 +26,7 @@ OUTPUTS = dict(o="B H Tq dv", lse="B H Tq")
 CONVENTIONS = dict(anchor="bottom-right is where the keys of a batch entry end; causal and window share the anchor",
                    window="keys before and after the query's own, in steps of dilation; None is open",
                    segments="equal numbers see each other; positions run on through a row",
-                   padded_query="computed like any other; give it a segment without keys to leave it out",
+                   padded_query="counted in Tq and computed; one in a segment without keys is an empty row",
                    empty_row="o = 0, lse = -inf, gradients 0", lse="natural log", layout="B H T d",
                    masked_values="a key that no query may attend to is never read")
 
