@@ -32,6 +32,11 @@ def softmax(s, mask=True, sink=-np.inf):
     return e / z, np.where(empty, -np.inf, m + np.log(z))[..., 0]
 
 
+def per_row(sink, q):
+    """sink (H,) -> (H, 1, 1) in the number system of q, to stand beside scores (B, H, Tq, Tk)."""
+    return np.reshape(sink, (-1, 1, 1)).astype(q.dtype)
+
+
 def unread(x, mask):
     """x (..., Tk, d) with zeros in place of the keys that mask (..., Tq, Tk) hides from every query.
 
@@ -117,7 +122,8 @@ def per_head(inputs, outputs):
             run, shape = (njit(loop) if fast else loop), [n[axis] for axis in grid]
 
             def one(place):
-                return run(*(head(inputs[name], x[name], dict(zip(grid, place)), n, dtype) for name in names))
+                seen = [head(inputs[name], x[name], dict(zip(grid, place)), n, dtype) for name in names]
+                return run(*map(_own_memory, seen) if fast else seen)
             places = list(np.ndindex(*shape))
             results = list(_threads().map(one, places) if fast else map(one, places))
             results = [y if isinstance(y, tuple) else (y,) for y in results]
@@ -126,6 +132,11 @@ def per_head(inputs, outputs):
             return ys if len(outputs) > 1 else ys[0]
         return lifted
     return decorate
+
+
+def _own_memory(x):
+    """An array as contiguous memory that may be written, so that one compilation serves every layout."""
+    return np.require(x, requirements="CW") if isinstance(x, np.ndarray) else x
 
 
 @functools.cache

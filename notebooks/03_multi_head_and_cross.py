@@ -95,7 +95,7 @@ columns = {}
 for letter, w, d in ("Q", w_q, 2), ("K", w_k, 2), ("V", w_v, 3):
     columns[f"$W_{letter}$"] = np.broadcast_to(np.arange(w.shape[1]) // d, w.shape), w
 columns["$W_O$"] = np.broadcast_to(np.arange(6)[:, None] // 3, w_o.shape), w_o
-figure, axes = plot.subplots(1, 4, size=(2.2, 1.9))
+figure, axes = plot.subplots(1, 4, size=(2.2, 2.1))
 for axis, (name, (head, numbers)) in zip(axes, columns.items()):
     plot.group_map(axis, head, numbers, name, labels=("out", "in"))
     axis.set_aspect("auto")
@@ -375,6 +375,9 @@ padded = y | dict(z=np.where(y["mask"][:, 0, 0, :, None], y["z"], np.nan))
 agree("NaN in the padding of z is not read", cross.dense(**padded), o, 0)
 entry = y | dict(x=y["x"][1:], z=y["z"][1:, :4], mask=np.array(True))
 agree("padded to six = alone, with four", cross.dense(**entry), o[1:])
+mute = y | dict(x=y["x"].copy(), mask=y["mask"] & (np.arange(4)[:, None] != 2))
+mute["x"][:, 2] = np.nan
+agree("NaN in a query without keys is not read: o = 0", cross.dense(**mute)[:, 2], 0, 0)
 agree("nothing to read: o = 0", cross.dense(**y | dict(z=y["z"][:, :0], mask=np.array(True))), 0, 0)
 
 # %% [markdown]
@@ -394,7 +397,7 @@ figure = plot.attention_maps(panels, "The mask between two sequences is the padd
                              labels=("keys 0 to 3 of head 0, then of head 1", "query i"))
 figure.set_size_inches(8.9, 1.8)
 for axis in figure.axes[:-1]:
-    axis.axvline(3.5, color="white", linewidth=3)
+    axis.axvline(3.5, color="white", linewidth=1.5)
     axis.set(xticks=[], yticks=[])
 plot.save(figure, "03_multi_head_and_cross_across", """Three maps of three queries by two times four keys, the maps of
     two heads side by side. Right: queries 0 and 1 see keys 0 to 2, the last key is padding, query 2 sees nothing.
@@ -574,13 +577,13 @@ figure = plot.attention_maps(panels, "Two heads side by side, right and five tim
                              labels=("keys of head 0, then of head 1", "query i"))
 figure.set_size_inches(8.9, 3.6)
 for axis in figure.axes[:-1]:
-    axis.axvline(2.5, color="white", linewidth=3)
+    axis.axvline(2.5, color="white", linewidth=1.5)
     axis.set(xticks=[], yticks=[])
-plot.save(figure, "03_multi_head_and_cross_mistakes", """Nine maps of three queries by two times three keys, two
-    heads side by side. Right: head 0 is a staircase, head 1 is full. By view, split or merged: weight stands where it
-    is masked and rows do not sum to one for each head. Interleaved: other weights, above all in head 1. Shared
-    projection: head 1 asks what head 0 asks. Mask of head 0: both are staircases. W_Q and W_K swapped: the scores
-    are transposed. Weights transposed: head 1 is empty. Scale by D: all softer.""")
+plot.save(figure, "03_multi_head_and_cross_mistakes", """Six maps of three queries by two times three keys, two
+    heads side by side. Right: head 0 is a staircase, head 1 is full. Split by view: query 1 of head 0 has token 0
+    alone, head 1 has nothing of token 0. Split interleaved: query 1 of head 0 seems to read token 2, which is masked.
+    Merged by view: row 0 is queries 0 and 1 of head 0. Shared projection: in row 2, where nothing is masked, the heads
+    agree. Mask of head 0: both heads are staircases.""")
 
 # %% [markdown]
 # **One wrong port, caught live.** Someone knows that attention wants (B, H, T, d), and reshapes to it. Shapes agree
@@ -613,13 +616,13 @@ right = check_exercise("multi_head", port)
 # | `in_proj_weight` (3 H d, D), rows of $W_Q$, then $W_K$, then $W_V$ | torch `nn.MultiheadAttention` | transpose, cut in three |
 # | `c_attn` (D, 3 H d), columns of $W_Q$, then $W_K$, then $W_V$ | GPT-2 | cut in three |
 # | `query_key_value` (3 H d, D), rows of q, k, v of head 0, then of head 1, ... | Bloom, GPT-NeoX | reshape to (H, 3, d, D), then as below |
-# | the same, but q ... q, k, v for each group of heads that share k and v | Falcon 40B | [chapter 4](04_gqa_and_kv_cache.ipynb) |
+# | the same, but q ... q, k, v for each group of heads that share k and v | Falcon 40B | reshape to (Hkv, H / Hkv + 2, d, D); groups are [chapter 4](04_gqa_and_kv_cache.ipynb) |
 # | kernels (D, H, d), and (H, d, D) for $W_O$ | Flax, Keras | reshape |
 
 # %%
 names = {"[Q|K|V]": [(h, f"{a}{h}") for a in "qkv" for h in range(3)],
          "per head": [(h, f"{a}{h}") for h in range(3) for a in "qkv"]}
-figure, axis = plot.subplots(size=(6.0, 1.5))
+figure, axis = plot.subplots(size=(7.5, 1.6))
 plot.group_map(axis, [[h for h, _ in row] for row in names.values()], [[a for _, a in row] for row in names.values()],
                "Nine blocks of columns in two orders: six of them change place", labels=("block", ""))
 axis.set_yticks(range(2), ["[Q|K|V]: torch, GPT-2", "[q|k|v] per head: Bloom, NeoX"])

@@ -14,7 +14,7 @@ from attention_ref.shapes import parse
 PACKAGE = Path(__file__).parents[1] / "attention_ref"
 TESTS = Path(__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-GROUND = {"numpy", "shapes", "masks", "names", "core"}
+GROUND = {"numpy", "shapes", "masks", "names", "core", "kit"}
 BLOCKS = {"multi_head", "cross", "kv_cache", "ring_cache"}           # may import other variants
 
 
@@ -37,6 +37,12 @@ def test_a_variant_imports_the_ground_and_a_block_other_variants(variant):
     path = Path(variants()[variant].__file__)
     allowed = GROUND | (set(variants()) if variant in BLOCKS else set())
     assert set(imports(path)) <= allowed
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_the_kit_is_for_mistakes_and_cases(variant):
+    formula, mistakes_and_cases = getsource(variants()[variant]).split("\nFORMS = ")
+    assert "kit." not in formula and "kit." in mistakes_and_cases
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))

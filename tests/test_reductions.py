@@ -44,8 +44,8 @@ def test_two_halves_merge_into_the_whole(cut):
 
 def test_masked_without_conditions_is_sdpa():
     q, k, v = qkv()
-    same = np.zeros((2, 5), int), np.zeros((2, 6), int)
-    assert_close(masked.dense(q, k, v, np.array([6, 6]), *same, anchor="top-left", scale=0.5), sdpa.dense(q, k, v, scale=0.5))
+    parts = np.array([6, 6]), np.zeros((2, 5), int), np.zeros((2, 6), int)
+    assert_close(masked.dense(q, k, v, *parts, anchor="top-left", scale=0.5), sdpa.dense(q, k, v, scale=0.5))
 
 
 @pytest.mark.parametrize("anchor", ["top-left", "bottom-right"])

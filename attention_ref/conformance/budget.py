@@ -7,11 +7,16 @@ golden cases of every variant, and those of flash, online softmax included, on r
     python -m attention_ref.conformance.budget             print what was measured
     python -m attention_ref.conformance.budget --write     write it into docs/budget.md, and the figure
 """
+import re
+import sys
+import time
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from .. import variants
 from ..dense import flash
 from . import cases
 from .diagnosis import mistakes, wrong_outputs
@@ -19,13 +24,13 @@ from .numbers import TINY, UNIT, Numbers, cast, conditioning, round_to
 from .report import number
 from .verify import check
 
+ROOT = Path(__file__).parents[2]
+DOC, FIGURE = ROOT / "docs" / "budget.md", ROOT / "figures" / "budget_honest_against_wrong.svg"
 DTYPES = "float64", "float32", "float16", "bfloat16"
-DRAWS = [f"draw {n}" for n in range(200)]
-KINDS = "plain", "offset 50", "outliers", "cancelling"
-ATOL = dict(float64=1.0, float32=7.7, float16=0.01, bfloat16=6e-4)           # atol / rtol of torch.testing
-ROOT, FIGURE = Path(__file__).parents[2], "figures/budget_honest_against_wrong.svg"
-BEGIN, END = "<!-- written by python -m attention_ref.conformance.budget --write -->\n", "<!-- up to here -->\n"
+DRAWS = "random draws"
 
+
+# Honest implementations
 
 class OneByOne(Numbers):
     """Sums and matrix products term by term, from the first to the last."""
@@ -83,28 +88,71 @@ def ways(dtype):
     return found
 
 
-METRICS = {                              # of the errors d and the sizes y of the exact values: each is held to one limit
+def texts(case):
+    """Name -> (function, arguments) of what computes something of a case, but loops: "one by one" is what they do."""
+    module = case.module
+    found = {name: (form, case.inputs) for name, form in cases.forms(module).items() if name != "loop"}
+    if case.steps:
+        found["steps"] = cases.named(module.steps, module.STEPS), cases.needs(module.steps, case.inputs)
+    if case.gradients:
+        found["vjp"] = module.vjp, case.cotangents | case.inputs
+    return found
+
+
+def honest(case, dtype):
+    """Every honest Run of a case in a type; many_keys exists to refuse float16 sums that grow one by one."""
+    for name, (function, arguments) in texts(case).items():
+        for way, (inside, system, accumulate) in ways(dtype).items():
+            if case.name != "many_keys" or inside != "float16" or system not in (OneByOne, FromTheLast):
+                given = {name: x.view(system) if system and isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+                         for name, x in cast(arguments, inside).items()}
+                yield judged(f"{name}, {way}", case, function(**given), dtype, accumulate)
+
+
+def draw(n):
+    """Random case number n of flash: its values exact to 64 bits, then rounded; K from 32 noisy runs of dense."""
+    random, size = np.random.default_rng(n), (1, 3, 8)[n % 3]
+    kind = ("plain", "offset 50", "outliers", "cancelling")[n // 3 % 4]
+    Tq, Tk, dk, dv = (int(random.choice(s)) for s in ((1, 4, 8), (5, 16, 48, 128, 256), (4, 16, 64), (3, 8)))
+    q, k, v = (random.normal(size=(1, 2, *shape)) for shape in ((Tq, dk), (Tk, dk), (Tk, dv)))
+    if kind == "outliers":
+        k, v = (x * np.where(random.random(x.shape) < 0.02, 30, 1) for x in (k, v))
+    v = v + 50 if kind == "offset 50" else v - v.mean(2, keepdims=True) if kind == "cancelling" else v
+    q, k, v = (round_to(x, "bfloat16") for x in (size * q, k, v))
+    mask = random.random((1, 2, Tq, Tk)) < 0.7 if n % 2 else np.ones((1, 1, Tq, Tk), bool)
+    return solved(f"draw {n}", f"{kind}, logits x{size}", dict(
+        q=q, k=k, v=v, mask=mask, sink=np.array([0.0 if n % 5 == 1 else -np.inf]), scale=dk ** -0.5, query_block=4,
+        key_block=16 if n % 4 < 2 else 64))
+
+
+def solved(name, why, inputs):
+    """The case of flash with these inputs."""
+    dense = cases.named(flash.dense, flash.OUTPUTS)
+    exact = {o: y.astype(np.float64) for o, y in dense(**cast(inputs, "longdouble")).items()}
+    return cases.Case("flash", name, why, {}, {}, inputs, exact, conditioning=conditioning([dense], inputs))
+
+
+# What is measured of them, and of mistakes
+
+ATOL = dict(float64=1.0, float32=7.7, float16=0.01, bfloat16=6e-4)                    # atol / rtol of torch.testing
+METRICS = {                               # what is held to one limit, of the errors d and the sizes y of exact values
     "budget": None,
     "ulp": lambda d, y, dtype: d / np.maximum(np.ldexp(UNIT[dtype], np.frexp(y)[1]), TINY[dtype]),
-    "rtol with atol": lambda d, y, dtype: d / (y + ATOL[dtype]),
+    "rtol and atol": lambda d, y, dtype: d / (y + ATOL[dtype]),
     "max-norm": lambda d, y, dtype: d / y.max(),
-    "RMS": lambda d, y, dtype: np.sqrt(np.square(d).sum() / np.square(y).sum()),
 }
 
 
 class Run(NamedTuple):
-    """One run, honest or of a mistake: what ran, where its error is largest, and what every metric says of it."""
+    """One run, honest or of a mistake: what ran on which case, and the largest error in every metric."""
     what: str
     case: str
-    output: str
     metrics: dict
 
-    @property
-    def score(self):
-        return self.metrics["budget"]
+    score = property(lambda self: self.metrics["budget"])
 
-    def __str__(self):
-        return f"{self.what}: {self.output} of {self.case}"
+
+score = attrgetter("score")
 
 
 def judged(what, case, outputs, dtype, accumulate=None):
@@ -112,7 +160,7 @@ def judged(what, case, outputs, dtype, accumulate=None):
     result = check(case, {name: round_to(np.asarray(y), dtype) for name, y in outputs.items()}, dtype, accumulate)
     arrays = [(y, case.expected[name]) for name, y in result.outputs.items()]
     metrics = {name: max(largest(f, *pair, dtype) for pair in arrays) for name, f in METRICS.items() if f}
-    return Run(what, case.name, result.worst.name, dict(budget=result.score) | metrics)
+    return Run(what, case.name, dict(budget=result.score) | metrics)
 
 
 def largest(metric, got, exact, dtype):
@@ -124,95 +172,118 @@ def largest(metric, got, exact, dtype):
     return float(np.max(metric(d, y, dtype))) if d.any() and y.any() else 0.0
 
 
-def texts(case):
-    """Name -> (function, arguments) of all that computes something of a case, but loops: "one by one" stands for them."""
-    module = case.module
-    found = {name: (form, case.inputs) for name, form in cases.forms(module).items() if name != "loop"}
-    if case.steps:
-        found["steps"] = cases.named(module.steps, module.STEPS), cases.needs(module.steps, case.inputs)
-    if case.gradients:
-        found["vjp"] = module.vjp, case.cotangents | case.inputs
-    return found
-
-
-def honest(case, dtype):
-    """Every honest Run of a case in a type. many_keys exists to refuse sums that grow one by one: it is not asked."""
-    for name, (function, arguments) in texts(case).items():
-        for way, (inside, system, accumulate) in ways(dtype).items():
-            if case.name != "many_keys" or system not in (OneByOne, FromTheLast) or inside != dtype:
-                given = {name: x.view(system) if system and isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
-                         for name, x in cast(arguments, inside).items()}
-                yield judged(f"{name}, {way}", case, function(**given), dtype, accumulate)
-
-
-def wrong(case, slug, dtype):
-    """The Run of a mistake on a case in a type, in a list that is empty if it touches nothing the case holds."""
-    y = wrong_outputs(case, slug, dtype)
-    return [judged(slug, case, y, dtype)] if y else []
-
-
-def draw(name):
-    """A random case of flash: its values exact to 64 bits and then rounded, K from 32 noisy runs of the definition."""
-    n = int(name.split()[1])
-    random, size, kind = np.random.default_rng(n), (1, 3, 8)[n % 3], KINDS[n // 3 % 4]
-    Tq, Tk, dk, dv = (int(random.choice(s)) for s in ((1, 4, 8), (5, 16, 48, 128, 256), (4, 16, 64), (3, 8)))
-    q, k, v = (random.normal(size=(1, 2, *shape)) for shape in ((Tq, dk), (Tk, dk), (Tk, dv)))
-    if kind == "outliers":
-        k, v = (x * np.where(random.random(x.shape) < 0.02, 30, 1) for x in (k, v))
-    v = v + 50 if kind == "offset 50" else v - v.mean(2, keepdims=True) if kind == "cancelling" else v
-    q, k, v = (round_to(x, "bfloat16") for x in (size * q, k, v))
-    mask = random.random((1, 2, Tq, Tk)) < 0.7 if n % 2 else np.ones((1, 1, Tq, Tk), bool)
-    x = dict(q=q, k=k, v=v, mask=mask, sink=np.array([0.0 if n % 5 == 1 else -np.inf]), scale=dk ** -0.5,
-             query_block=4, key_block=16 if n % 4 < 2 else 64)
-    dense = cases.named(flash.dense, flash.OUTPUTS)
-    exact = {o: y.astype(np.float64) for o, y in dense(**cast(x, "longdouble")).items()}
-    return cases.Case("flash", name, f"{kind}, logits x{size}", {}, {}, x, exact, conditioning=conditioning([dense], x))
+def wrong(case, dtype, slugs=None):
+    """The Run of every mistake, or of some of them, that touches something the case holds."""
+    outputs = {slug: wrong_outputs(case, slug, dtype) for slug in slugs or mistakes(case.module)}
+    return [judged(slug, case, y, dtype) for slug, y in outputs.items() if y]
 
 
 def measure(some):
     """Type -> (honest runs, runs of mistakes) on some cases of one variant."""
     with np.errstate(all="ignore"):
         return {dtype: ([run for case in some for run in honest(case, dtype)],
-                        [run for case in some for slug in mistakes(case.module) for run in wrong(case, slug, dtype)])
-                for dtype in DTYPES}
+                        [run for case in some for run in wrong(case, dtype)]) for dtype in DTYPES}
 
 
-def best(found, dtype, short=False):
-    """The Run of every mistake on the case that shows it best, the least clear first.
+def best(found, dtype):
+    """Mistake -> its Run on the case that shows it best."""
+    return {run.what: run for run in sorted(found[dtype][1], key=score)}
 
-    Mistakes that exact arithmetic would not make, of which float64 shows nothing, are left out; short asks for them.
-    """
-    by_score = {kind: sorted(found[kind][1], key=lambda run: run.score) for kind in ("float64", dtype)}
-    clear = {run.what for run in by_score["float64"] if run.score > 1}
-    return sorted(({run.what: run for run in by_score[dtype] if (run.what in clear) != short}).values(),
-                  key=lambda run: run.score)
 
+def real(found):
+    """The mistakes that are wrong in float64 too; the others are made by a short type only."""
+    return {slug for slug, run in best(found, "float64").items() if run.score > 1}
+
+
+# The document
 
 def limits(everything):
-    """Variant, type, largest honest score and where, smallest score of a mistake on its best case and which."""
+    """Variant, type, the largest honest score and whose, the smallest score of a real mistake and which."""
     for variant, found in everything.items():
         for dtype in DTYPES:
-            top, low = max(found[dtype][0], key=lambda run: run.score), best(found, dtype)[0]
-            yield variant, dtype, number(top.score), top, number(low.score), low
+            top, shown = max(found[dtype][0], key=score), best(found, dtype)
+            low = min((shown[slug] for slug in real(found)), key=score)
+            wrong_cells = (number(low.score), low.what) if variant != DRAWS else ("", "")
+            yield variant, dtype, number(top.score), top.what, *wrong_cells
 
 
-def margins(everything):
-    """Type, mistakes, and the variant and name of each one that scores below 10 on its best case."""
+def margins(golden):
+    """Type, variant, name and score of every mistake below 10 on its best case, and whether it is real."""
     for dtype in DTYPES:
-        runs = [(variant, run) for variant, found in everything.items() for run in best(found, dtype)]
-        low = [f"{variant} {run.what} {number(run.score)}" for variant, run in runs if run.score < 10]
-        yield dtype, len(runs), len(low), ", ".join(low)
+        for variant, found in golden.items():
+            for slug, run in best(found, dtype).items():
+                if run.score < 10:
+                    yield dtype, variant, slug, number(run.score), "yes" if slug in real(found) else "no"
 
 
 def shares(everything):
-    """Type, runs, and for every metric the share of wrong runs beyond the largest honest one.
+    """Cases, type, honest and wrong runs, and for every metric the share of wrong ones beyond all honest ones.
 
     A wrong run is a mistake on a case in which, in float64, it moves an output by more than 1e-9 of the largest.
     """
-    for dtype in DTYPES:
-        right = [run for found in everything.values() for run in found[dtype][0]]
-        false = [run for found in everything.values() for run, exact in zip(found[dtype][1], found["float64"][1])
-                 if 1e-9 < exact.metrics["max-norm"] < np.inf]
-        largest = {name: max(run.metrics[name] for run in right) for name in METRICS}
-        caught = [np.mean([run.metrics[name] > most for run in false]) for name, most in largest.items()]
-        yield dtype, len(right), len(false), *(f"{100 * share:.0f} %" for share in caught)
+    for left_out in ("none", "large_scores"):
+        for dtype in DTYPES:
+            right = [run for found in everything.values() for run in found[dtype][0]]
+            false = [run for found in everything.values() for run, exact in zip(found[dtype][1], found["float64"][1])
+                     if 1e-9 < exact.metrics["max-norm"] < np.inf]
+            right, false = ([run for run in runs if left_out != run.case] for runs in (right, false))
+            limit = {name: max(run.metrics[name] for run in right) for name in METRICS}
+            beyond = [np.mean([run.metrics[name] > limit[name] for run in false]) for name in METRICS]
+            yield left_out, dtype, len(right), len(false), *(f"{100 * share:.0f} %" for share in beyond)
+
+
+def tables(everything, golden):
+    """The measured parts of the document: marker -> Markdown table."""
+    def table(lines, *heads):
+        return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (heads, ["---"] * len(heads), *lines))
+    return dict(limits=table(limits(everything), "variant", "type", "honest", "largest", "wrong", "smallest"),
+                margins=table(margins(golden), "type", "variant", "mistake", "score", "wrong in float64 too"),
+                shares=table(shares(everything), "left out", "type", "honest runs", "wrong runs", *METRICS))
+
+
+def figure(everything, golden):
+    """How often every score occurs, honest runs and mistakes on their best case, one panel per type."""
+    from .. import plot
+    drawing, axes = plot.subplots(rows=len(DTYPES), size=(7, 1.2))
+    edges = 10 ** np.arange(-5, 17.1, 0.25)
+    for axis, dtype in zip(axes, DTYPES):
+        right = [run.score for found in everything.values() for run in found[dtype][0]]
+        false = [best(found, dtype)[slug].score for found in golden.values() for slug in real(found)]
+        for scores, colour, hatch in (right, plot.COLOURS[0], None), (false, plot.COLOURS[1], "////"):
+            counts = np.histogram(np.clip(scores, edges[0], edges[-2]), edges)[0]
+            axis.stairs(counts / counts.max(), edges, fill=True, facecolor=colour, edgecolor="white", hatch=hatch)
+        axis.axvline(1, color="black", linewidth=1)
+        axis.text(0.7, 1.15, f"honest: up to {number(max(right))}", ha="right", color=plot.COLOURS[0])
+        axis.text(1.4, 1.15, f"{len(false)} mistakes: from {number(min(false))}", color=plot.COLOURS[1])
+        axis.set(xscale="log", xlim=(edges[0], edges[-1]), ylim=(0, 1.5), yticks=[], ylabel=dtype)
+        axis.set_xticks(10.0 ** np.arange(-5, 16, 5), ["0", "1", *(f"$10^{{{n}}}$" for n in (5, 10, 15))])
+        axis.set_xticks([], minor=True)
+    axes[-1].set_xlabel("error / budget (right end: NaN)")
+    return drawing
+
+
+def write(everything, golden):
+    """Put the tables after their markers in the document, and draw the figure with its alternative text."""
+    text = DOC.read_text()
+    for name, table in tables(everything, golden).items():
+        text = re.sub(rf"(<!-- {name}: .*-->\n)\n(\|.*\n)*\n?", lambda found: f"{found[1]}\n{table}\n", text)
+    DOC.write_text(text)
+    alt = " ".join(re.search(rf"!\[([^]]*)\]\(../figures/{FIGURE.name}\)", text)[1].split())
+    figure(everything, golden).savefig(FIGURE, format="svg", metadata={"Date": None, "Title": alt})
+
+
+def main():
+    """Measure everything and print it; with --write, write it."""
+    golden, start = {}, time.time()
+    for name in variants():
+        print(f"{time.time() - start:4.0f} s  {name}", file=sys.stderr, flush=True)
+        golden[name] = measure(cases.load_cases(name))
+    print(f"{time.time() - start:4.0f} s  {DRAWS}", file=sys.stderr, flush=True)
+    everything = golden | {DRAWS: measure([draw(n) for n in range(200)])}
+    print("\n".join(tables(everything, golden).values()))
+    if "--write" in sys.argv:
+        write(everything, golden)
+
+
+if __name__ == "__main__":
+    main()

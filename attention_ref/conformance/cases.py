@@ -5,7 +5,8 @@ A variant's golden data is `golden/<variant>.json` (what each case is and why it
 """
 import hashlib
 import json
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from functools import cache
 from inspect import signature
 from pathlib import Path
@@ -52,6 +53,10 @@ class Case:
     def expected(self):
         """Everything that can be compared: outputs, steps and gradients."""
         return self.steps | self.outputs | self.gradients
+
+    def copy(self):
+        """A case with dicts and lists of its own: what a caller changes in them stays with the caller."""
+        return Case(**{f.name: copy(getattr(self, f.name)) for f in fields(self)})
 
     def is_neutral(self, name):
         """Whether the case leaves an argument at the value that changes nothing."""
@@ -125,11 +130,19 @@ def compute(case):
         parts["gradients"] = module.vjp, case.cotangents | case.inputs
     for part, (function, arguments) in parts.items():
         exact, bits, radius = numbers.certified(function, arguments)
+        exact = without_repeats(exact) if part == "steps" else exact
         setattr(case, part, exact)
         case.bits, case.radius = max(case.bits, bits), max(case.radius, radius)
         same = list(forms(module).values()) if part == "outputs" else [function]
-        case.conditioning |= numbers.conditioning(same, arguments)
+        K = numbers.conditioning(same, arguments)
+        case.conditioning |= {name: K[name] for name in exact}
     return case
+
+
+def without_repeats(steps):
+    """The steps without those that equal the one before: scores without a cap, capped scores without a bias."""
+    pairs = zip([None, *steps.values()], steps.items())
+    return {name: x for before, (name, x) in pairs if not np.array_equal(before, x, equal_nan=True)}
 
 
 def index_of(cases, module):
@@ -147,8 +160,9 @@ def record(case):
     """What the index says of a case."""
     arrays = {name: x for name, x in case.inputs.items() if isinstance(x, np.ndarray)}
     order = {name: memory_axes(x) for name, x in arrays.items() if not x.flags.c_contiguous}
+    own = {name: text for name, text in case.conventions.items() if text != case.module.CONVENTIONS.get(name)}
     return dict(
-        name=case.name, why=case.why, sizes=case.sizes, conventions=case.conventions, inputs=sorted(arrays),
+        name=case.name, why=case.why, sizes=case.sizes, conventions=own, inputs=sorted(arrays),
         options={name: x for name, x in case.inputs.items() if name not in arrays}, memory_order=order,
         outputs=list(case.outputs), steps=list(case.steps), cotangents=list(case.cotangents),
         gradients=list(case.gradients), bits=case.bits, radius=f"{case.radius:.0e}", catches=case.catches)
@@ -177,18 +191,29 @@ def tensors_of(cases):
 def write(module, cases, folder=GOLDEN):
     """Write the two files of a variant, each whole or not at all, and enter them in the index."""
     name = variant_name(module)
-    text = json.dumps(index_of(cases, module), indent=1) + "\n"
+    text = layout(index_of(cases, module), 3) + "\n"
     tensors.write_whole(folder / f"{name}.json", text.encode())
     arrays = tensors_of(cases)
     short = {key for key in arrays if "/K." in key}
     tensors.write_whole(folder / f"{name}.safetensors", tensors.pack(arrays, bfloat16=short))
 
 
+def layout(x, depth, indent="\n "):
+    """x as JSON with a line for every entry down to a depth, and what lies deeper on the line of its entry."""
+    if not x or not depth or not isinstance(x, (dict, list)):
+        return json.dumps(x)
+    names = [f"{json.dumps(name)}: " for name in x] if isinstance(x, dict) else [""] * len(x)
+    values = x.values() if isinstance(x, dict) else x
+    lines = [indent + name + layout(value, depth - 1, indent + " ") for name, value in zip(names, values)]
+    left, right = "{}" if isinstance(x, dict) else "[]"
+    return left + ",".join(lines) + indent[:-1] + right
+
+
 def write_index(folder=GOLDEN):
     """sha256 and size of every golden file, in golden/index.json."""
     files = sorted(p for name in variants() for p in folder.glob(f"{name}.*"))
     entries = {p.name: dict(sha256=hashlib.sha256(p.read_bytes()).hexdigest(), bytes=p.stat().st_size) for p in files}
-    text = json.dumps(dict(format=FORMAT, files=entries), indent=1) + "\n"
+    text = layout(dict(format=FORMAT, files=entries), 2) + "\n"
     tensors.write_whole(folder / "index.json", text.encode())
 
 
@@ -213,7 +238,7 @@ def load_cases(variant, case=None, folder=GOLDEN):
     """
     if variant not in variants():
         raise ValueError(f"variant: expected one of {', '.join(variants())}, got {variant!r}")
-    found = [c for c in _load(variant, Path(folder)) if case is None or case in c.name]
+    found = [c.copy() for c in _load(variant, Path(folder)) if case is None or case in c.name]
     if not found:
         names = ", ".join(c.name for c in _load(variant, Path(folder)))
         raise ValueError(f"case: expected (part of) one of {names}, got {case!r}")
@@ -224,7 +249,8 @@ def load_cases(variant, case=None, folder=GOLDEN):
 def _load(variant, folder):
     index = json.loads(read(folder / f"{variant}.json"))
     stored = tensors.unpack(read(folder / f"{variant}.safetensors"))
-    return [_case(variant, entry, stored) for entry in index["cases"]]
+    shared = index["conventions"]
+    return [_case(variant, e | dict(conventions=shared | e["conventions"]), stored) for e in index["cases"]]
 
 
 def _case(variant, entry, stored):

@@ -1,7 +1,8 @@
 """Which known mistake it is: every mistake of a variant is run on the failing cases, and the nearest is named.
 
-A mistake explains a failing case when the outputs lie within the budget around what the mistake computes there, in the
-same number type; it contradicts a passing case in which it would have given something else.
+A mistake explains a failing case when it fails it too and the outputs lie within the budget around what it computes
+there, in the same number type; it contradicts a passing case that it fails with other outputs. Only outputs that differ
+need a budget, and with it the conditioning of the mistake, which is what takes time.
 """
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,10 +19,21 @@ class Finding:
     """One mistake, the failing cases it explains, and how clearly."""
     mistake: str
     sentence: str
-    cases: list                         # names of the failing cases it explains
+    results: list                       # the failing results it explains
     same: list                          # other mistakes that give the same numbers there
-    margin: float                       # distance of the next candidate, in budgets around it
-    next: str
+    others: list                        # mistakes that give something else there, or contradict more
+    accumulate: str | None = None
+
+    @property
+    def cases(self):
+        """The names of the cases it explains."""
+        return [r.case.name for r in self.results]
+
+    @property
+    def next(self):
+        """The nearest of the others and its distance, in budgets around it; ("", inf) if there is none."""
+        far = {slug: np.median([distance(r, slug, self.accumulate) for r in self.results]) for slug in self.others}
+        return min(far.items(), key=lambda item: item[1], default=("", np.inf))
 
     @property
     def candidates(self):
@@ -33,11 +45,12 @@ class Finding:
         text = f"{self.mistake}: {self.sentence} (explains {', '.join(self.cases[:3])}{more})"
         if self.same:
             text += f"; the same numbers as {', '.join(self.same)}"
-        if not self.next:
+        name, margin = self.next
+        if not name:
             return text
-        if self.margin <= 1:
-            return text + f"; {self.next} would give that too, but contradicts other cases"
-        return text + f"; the next candidate, {self.next}, is {self.margin:.3g} budgets away"
+        if margin <= 1:
+            return text + f"; {name} would give that too, but contradicts other cases"
+        return text + f"; the next candidate, {name}, is {margin:.3g} budgets away"
 
 
 @dataclass
@@ -108,12 +121,46 @@ def _mistake_call(case, slug):
 
 
 @cache
-def _mistaken(variant, case_name, slug, dtype):
-    """Outputs of a mistake on a golden case in a number type, and their conditioning K."""
-    case = next(c for c in load_cases(variant) if c.name == case_name)
-    call, arguments = _mistake_call(case, slug)
+def _golden(variant):
+    """The golden cases of a variant by name."""
+    return {case.name: case for case in load_cases(variant)}
+
+
+@cache
+def golden_mistake(variant, name, slug, dtype):
+    """`wrong_outputs` on a golden case, computed once."""
+    return wrong_outputs(_golden(variant)[name], slug, dtype)
+
+
+@cache
+def _fails(variant, name, slug, dtype, accumulate):
+    """Whether a mistake itself fails a golden case."""
+    wrong = golden_mistake(variant, name, slug, dtype)
+    return bool(wrong) and not check(_golden(variant)[name], wrong, dtype, accumulate).passed
+
+
+@cache
+def _conditioning(variant, name, slug):
+    """K of what a mistake computes on a golden case."""
+    call, arguments = _mistake_call(_golden(variant)[name], slug)
     with np.errstate(all="ignore"):
-        return wrong_outputs(case, slug, dtype), conditioning([call], arguments, runs=8)
+        return conditioning([call], arguments, runs=8)
+
+
+def _pairs(result, slug):
+    """Name -> (what a result has, what a mistake gives) where both can be compared.
+
+    {} if the mistake says nothing about the outputs that failed.
+    """
+    got, wrong = result.outputs, golden_mistake(result.case.variant, result.case.name, slug, result.dtype)
+    pairs = {name: (got[name].astype(np.float64), y) for name, y in wrong.items()
+             if name in got and got[name].shape == y.shape}
+    failed = {c.name for c in result.comparisons if c.score > 1}
+    return pairs if not failed or failed & set(pairs) else {}
+
+
+def _differ(pair):
+    return not np.array_equal(*pair, equal_nan=True)
 
 
 def distance(result, slug, accumulate=None):
@@ -121,25 +168,26 @@ def distance(result, slug, accumulate=None):
 
     inf if a mistake says nothing about the outputs that failed, or nothing can be compared.
     """
-    case, outputs = result.case, result.outputs
-    wrong, K = _mistaken(case.variant, case.name, slug, result.dtype)
-    common = [name for name in wrong if name in outputs and wrong[name].shape == outputs[name].shape]
-    failed = {c.name for c in result.comparisons if c.score > 1}
-    if not common or (failed and not failed & set(common)):
+    pairs = _pairs(result, slug)
+    if not pairs or any(_differ(map(np.isnan, pair)) for pair in pairs.values()):
         return np.inf
-    return max(_match(outputs[name], wrong[name], K[name], result.dtype, accumulate) for name in common)
+    unlike = {name: pair for name, pair in pairs.items() if _differ(pair)}
+    K = _conditioning(result.case.variant, result.case.name, slug) if unlike else {}
+    return max((_match(*pair, K[name], result.dtype, accumulate) for name, pair in unlike.items()), default=0.0)
 
 
 def _match(got, wrong, K, dtype, accumulate):
-    got = got.astype(np.float64)
-    if not got.size:
-        return 0.0
-    if not np.array_equal(np.isnan(got), np.isnan(wrong)):
-        return np.inf
     same = (got == wrong) | np.isnan(wrong)
     with np.errstate(all="ignore"):
         error = np.where(same, 0, np.abs(got - wrong) / (2 * tolerance(wrong, K, dtype, accumulate)))
     return float(np.max(np.where(np.isnan(error), np.inf, error)))
+
+
+def agrees(result, slug, accumulate=None):
+    """Whether a mistake gives the outputs of a result; None where the mistake gets the case right."""
+    if not _fails(result.case.variant, result.case.name, slug, result.dtype, accumulate):
+        return None
+    return distance(result, slug, accumulate) <= 1
 
 
 def diagnose(case, outputs, dtype=None, accumulate=None):
@@ -153,35 +201,51 @@ def diagnose_all(results, accumulate=None):
     The first mistake is the one that explains most failing cases less those it contradicts; then the same for the cases
     that are left, until no known mistake explains more than it contradicts.
     """
-    failing = {r.case.name: r for r in results if r.outputs and not r.passed and not r.unsupported}
-    if not failing:
-        return Diagnosis()
-    slugs = mistakes(results[0].case.module)
-    far = {slug: {name: distance(r, slug, accumulate) for name, r in failing.items()} for slug in slugs}
-    against = {slug: _contradictions(slug, results, accumulate) for slug in slugs if min(far[slug].values()) <= 1}
-    findings, left = [], list(failing)
+    left = [r for r in results if r.outputs and not r.passed and not r.unsupported]
+    passing, failing, findings = [r for r in results if r.passed], len(left), []
     while left:
-        explained = {slug: [name for name in left if far[slug][name] <= 1] for slug in against}
-        worth = {slug: len(names) - against[slug] for slug, names in explained.items() if names}
-        if max(worth.values(), default=0) <= 0:
+        finding = _best(left, passing, accumulate)
+        if not finding:
             break
-        findings.append(_finding(worth, explained, far, slugs))
-        left = [name for name in left if name not in findings[-1].cases]
-    return Diagnosis(len(failing), findings, left)
+        findings.append(finding)
+        left = [r for r in left if r.case.name not in finding.cases]
+    return Diagnosis(failing, findings, [r.case.name for r in left])
 
 
-def _finding(worth, explained, far, slugs):
-    """The best candidate, those that cannot be told from it, and the nearest that can."""
-    def typical(slug, names):
-        return float(np.median([far[slug][name] for name in names]))
-    best = [slug for slug in worth if worth[slug] == max(worth.values())]
-    name = max(best, key=lambda slug: len(explained[slug]))
-    same = [slug for slug in best if slug != name and explained[slug] == explained[name]]
-    rest = {slug: typical(slug, explained[name]) for slug in slugs if slug != name and slug not in same}
-    near = min(rest, key=rest.get, default="")
-    return Finding(name, slugs[name][0], explained[name], same, rest.get(near, np.inf), near)
+def _best(failing, passing, accumulate):
+    """The Finding that explains most failing results less the passing ones it contradicts; None if none is worth it."""
+    slugs, explained, least = mistakes(failing[0].case.module), {}, 1
+    for slug in sorted(slugs, key=lambda slug: not _identical(failing[0], slug)):
+        names, worth = _worth(slug, failing, passing, accumulate, least)
+        if worth >= least:
+            explained = (explained if worth == least else {}) | {slug: names}
+            least = worth
+    if not explained:
+        return None
+    name = max(filter(explained.get, slugs), key=lambda slug: len(explained[slug]))
+    same = [slug for slug in slugs if slug != name and explained.get(slug) == explained[name]]
+    others = [slug for slug in slugs if slug not in (name, *same)]
+    results = [r for r in failing if r.case.name in explained[name]]
+    return Finding(name, slugs[name][0], results, same, others, accumulate)
 
 
-def _contradictions(slug, results, accumulate):
-    """The number of passing cases in which the mistake would have given something else."""
-    return sum(distance(r, slug, accumulate) > 1 for r in results if r.passed)
+def _identical(result, slug):
+    pairs = _pairs(result, slug)
+    return bool(pairs) and not any(map(_differ, pairs.values()))
+
+
+def _worth(slug, failing, passing, accumulate, least):
+    """The failing cases that a mistake explains, and their number less the passing cases it contradicts.
+
+    It stops where the number can no longer be `least`: most mistakes are far from the first failing result already.
+    """
+    names, worth = [], len(failing)
+    for r in failing + passing:
+        agreed = agrees(r, slug, accumulate)
+        if agreed and not r.passed:
+            names.append(r.case.name)
+        elif not r.passed or agreed is False:
+            worth -= 1
+        if worth < least:
+            break
+    return names, worth

@@ -7,6 +7,7 @@ from inspect import signature
 import numpy as np
 
 from .diagnosis import diagnose_all, mistakes
+from .numbers import ARITHMETIC, cast
 from .verify import Result, check
 
 
@@ -38,12 +39,18 @@ def run(function, case, dtype, accumulate=None):
     """The Result of function on one case: arguments by the names of INPUTS; what it raises is part of the result.
 
     An argument that function does not take is left out where the case leaves it neutral; elsewhere it is unsupported.
+    A function with parameters named like cotangents (do, dlse) gets them: it is a backward, and returns a dict of
+    gradients (dq, dk, ...). Cases without gradients do not ask it.
     """
     given = case.in_dtype(dtype)
     absent = untaken(function, given)
     needed = [name for name in absent if not case.is_neutral(name)]
     if needed:
         return Result(case, dtype, unsupported=f"takes no {', '.join(needed)}")
+    backward = taken(function, ["d" + name for name in case.outputs])
+    if backward and not case.gradients:
+        return Result(case, dtype, unsupported="has no gradients")
+    given |= cast({name: case.cotangents[name] for name in backward}, dtype)
     try:
         outputs = function(**{name: x for name, x in given.items() if name not in absent})
         result = check(case, outputs, dtype, accumulate)
@@ -51,22 +58,43 @@ def run(function, case, dtype, accumulate=None):
             kind = NotImplementedError if isinstance(outputs, dict) and outputs else ValueError
             raise kind(f"outputs: expected some of {', '.join(case.expected)}, got none of them")
         numbers = {name: y for name, y in result.outputs.items() if y.dtype.kind in "fV"}
-        return replace(result, outputs=numbers)          # what is no number has no distance from a mistake
+        result = replace(result, outputs=numbers)        # what is no number has no distance from a mistake
+        return keeps_type(result, ARITHMETIC.get(dtype, dtype))
     except NotImplementedError as error:
         return Result(case, dtype, unsupported=str(error).partition("\n")[0] or "not implemented")
     except (Exception, SystemExit) as error:
         return Result(case, dtype, error=f"{type(error).__name__}: {error}")
 
 
-def untaken(function, arguments):
-    """The names among arguments that function has no parameter for."""
+def keeps_type(result, dtype):
+    """The result, failing if its first output came in a wider or narrower type than the inputs; lse may be wider."""
+    first = result.comparisons[0]
+    came = result.outputs.get(first.name)
+    if first.problem or came is None or came.dtype in (dtype, "bfloat16"):
+        return result
+    problem = replace(first, score=np.inf, problem=f"expected dtype {dtype}, that of the inputs, got {came.dtype}")
+    return replace(result, comparisons=[problem, *result.comparisons[1:]])
+
+
+def parameters_of(function):
+    """The names of its parameters, and whether it takes any name: what has no readable signature does."""
     try:
-        parameters = signature(function).parameters
+        found = signature(function).parameters
     except (TypeError, ValueError):
-        return []
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return []
-    return [name for name in arguments if name not in parameters]
+        return set(), True
+    return set(found), any(p.kind is p.VAR_KEYWORD for p in found.values())
+
+
+def taken(function, names):
+    """The names that function has a parameter for."""
+    found, _ = parameters_of(function)
+    return [name for name in names if name in found]
+
+
+def untaken(function, names):
+    """The names that function cannot be given."""
+    found, any_name = parameters_of(function)
+    return [] if any_name else [name for name in names if name not in found]
 
 
 def judge(function, cases, dtype, accumulate=None, progress=lambda text: None):

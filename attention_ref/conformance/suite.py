@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from .. import variants
 from . import cases
-from .diagnosis import diagnose_all, mistakes, wrong_outputs
+from .diagnosis import diagnose_all, golden_mistake, mistakes
 from .numbers import cast
 from .verify import Result, check
 
@@ -50,7 +50,7 @@ def run_forms(variant):
 
 def run_mistake(variant, slug, dtype):
     """Results of a mistake on every case that holds something it touches."""
-    pairs = ((case, wrong_outputs(case, slug, dtype)) for case in cases.load_cases(variant))
+    pairs = ((case, golden_mistake(variant, case.name, slug, dtype)) for case in cases.load_cases(variant))
     return [check(case, outputs, dtype) for case, outputs in pairs if outputs]
 
 

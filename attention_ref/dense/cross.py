@@ -11,6 +11,7 @@ adds no relative position bias here; a query without keys gives NaN or the mean 
 """
 import numpy as np
 
+from .. import kit
 from ..core import merge_heads, per_head, softmax, split_heads, unread
 from ..masks import causal, padding
 from ..shapes import sizes
@@ -176,17 +177,13 @@ def merge_by_view(x):
     return x.reshape(B, T, H * d)
 
 
-def changed(x, change, names=WEIGHTS):
-    return {name: change(x[name]) for name in names if name in x}
-
-
 def transposed_if_square(w):
     return w.T if w.shape[0] == w.shape[1] else w
 
 
 def head_0_for_all(x):
     H = x["heads"]
-    return changed(x, lambda w: np.concatenate([w[:, :w.shape[1] // H]] * H, axis=1), WEIGHTS[:3])
+    return kit.changed(x, WEIGHTS[:3], lambda w: np.concatenate([w[:, :w.shape[1] // H]] * H, axis=1))
 
 
 def same_shape(x):
@@ -213,7 +210,7 @@ BLOCK_BUGS = {slug: in_the_heads(slug) for slug in (
     scale_by_d_over_heads=("1/sqrt(D // H), though the heads are not D // H wide",
                            lambda x: but(x, scale=(x["x"].shape[2] // x["heads"]) ** -0.5)),
     linear_weight_transposed=("a weight stored as (out, in) is used as (in, out): silent where it is square",
-                              lambda x: but(x, **changed(x, transposed_if_square))),
+                              lambda x: but(x, **kit.changed(x, WEIGHTS, transposed_if_square))),
     heads_split_interleaved=("head h takes columns h, h + H, ...: a reshape to (B, T, d, H)",
                              lambda x: attend(x, interleaved)),
     heads_interleaved=("heads are interleaved when they are split and when they are merged",
@@ -224,7 +221,7 @@ BLOCK_BUGS = {slug: in_the_heads(slug) for slug in (
     shared_head_projection=("every head projects with the matrices of head 0", lambda x: but(x, **head_0_for_all(x))),
     w_o_missing=("the concatenated heads are the output, W_O is forgotten", lambda x: steps(**x)[-1:]),
     strides_ignored=("a strided view is read as if it were contiguous",
-                     lambda x: but(x, **changed(x, sdpa.contiguous, ("x", "z", *WEIGHTS)))),
+                     lambda x: but(x, **kit.changed(x, ("x", "z", *WEIGHTS), kit.memory_order))),
 )
 BUGS = BLOCK_BUGS | dict(
     keys_and_values_from_x=("keys and values come from the sequence that asks: self-attention",
@@ -246,9 +243,8 @@ def middle(x):
 def without_row_term(x):
     """dW_Q when the softmax Jacobian lacks its row term."""
     s, mask = middle(x), x["mask"]
-    dp = split_heads(x["do"] @ x["w_o"].T, x["heads"]) @ unread(s["v"], mask).swapaxes(-1, -2)
-    dq = merge_heads(x["scale"] * (s["weights"] * dp) @ unread(s["k"], mask))
-    return dict(dw_q=of_weight(tokens_read(x["x"], x["z"], mask)[0], dq))
+    dq = kit.without_row_term(s["weights"], split_heads(x["do"] @ x["w_o"].T, x["heads"]), s["k"], s["v"], x["scale"])
+    return dict(dw_q=of_weight(tokens_read(x["x"], x["z"], mask)[0], merge_heads(dq)))
 
 
 def merged_by_view(x):
@@ -257,7 +253,7 @@ def merged_by_view(x):
 
 
 def weight_gradients(x, change):
-    return changed(vjp(**x), change, ["d" + name for name in WEIGHTS])
+    return kit.changed(vjp(**x), ["d" + name for name in WEIGHTS], change)
 
 
 BLOCK_VJP_BUGS = dict(
@@ -276,19 +272,15 @@ VJP_BUGS = BLOCK_VJP_BUGS | dict(
     dz_without_values=("dZ lacks the path through the values", lambda x: dict(dz=vjp_of_heads(**x)[1] @ x["w_k"].T)),
 )
 
-# Cases: as in sdpa.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=2, H=3, Tq=5, Tk=8, D=10, Dz=9, dk=4, dv=7)
-NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), heads=lambda n: n.H, scale=lambda n: n.dk ** -0.5)
+NEUTRAL = dict(mask=kit.no_mask, heads=lambda n: n.H, scale=lambda n: n.dk ** -0.5)
 
 
 def own_keys(n):
     """(1, H, 1, Tk) head h sees every H-th key, from h on."""
     return (np.arange(n.Tk) % n.H == np.arange(n.H)[:, None])[None, :, None]
-
-
-def but_query_1(n):
-    return (np.arange(n.Tq)[:, None] != 1)[None, None]
 
 
 def last_feature(a, value, axis=-1):
@@ -326,13 +318,12 @@ def first_rows(w, *rows):
 def large(x):
     """q = 160 and k = 160 - j in every channel."""
     weights = dict(w_q=first_rows(x["w_q"], 160.0), w_k=first_rows(x["w_k"], 160.0, -1.0))
-    return weights | changed(x, numbered, ("x", "z"))
+    return weights | kit.changed(x, ("x", "z"), numbered)
 
 
 def strided(x):
     """The same numbers in the memory of other libraries: tokens as (T, B, D), weights as (out, in)."""
-    tokens = changed(x, lambda a: np.ascontiguousarray(a.swapaxes(0, 1)).swapaxes(0, 1), ("x", "z"))
-    return tokens | changed(x, np.asfortranarray)
+    return kit.strided(x, ("x", "z"), (0, 1)) | kit.changed(x, WEIGHTS, np.asfortranarray)
 
 
 CASES = dict(
@@ -348,28 +339,31 @@ CASES = dict(
         why="a single token has weight 1: o = z W_V W_O", sizes=dict.fromkeys(SIZES, 1),
         shows=lambda x, y: (y["o"] == x["z"] @ x["w_v"] @ x["w_o"]).all()),
     one_query=dict(
-        why="one query, as when a decoder makes a token", sizes=SIZES | dict(Tq=1), catches=("softmax_over_queries",)),
+        why="one query, as when a decoder makes a token", sizes=SIZES | dict(Tq=1), light=True,
+        catches=("softmax_over_queries",)),
     one_key=dict(
-        why="with one key every query gets its value", sizes=SIZES | dict(Tk=1),
+        why="with one key every query gets its value", sizes=SIZES | dict(Tk=1), light=True,
         shows=lambda x, y: np.allclose(y["o"], x["z"] @ x["w_v"] @ x["w_o"], 1e-14)),
     no_keys=dict(
-        why="an empty sequence may be read: o = 0", sizes=SIZES | dict(Tk=0), shows=lambda x, y: (y["o"] == 0).all()),
+        why="an empty sequence may be read: o = 0", sizes=SIZES | dict(Tk=0), light=True,
+        shows=lambda x, y: (y["o"] == 0).all()),
     one_head=dict(
-        why="one head is plain attention and W_O", sizes=SIZES | dict(H=1),
+        why="one head is plain attention and W_O", sizes=SIZES | dict(H=1), light=True,
         shows=lambda x, y: np.allclose(y["o"], one_head(x), 1e-14)),
     square=dict(
         why="D = Dz = H dk = H dv: a transposed weight fits", sizes=SIZES | dict(D=12, Dz=12, dv=4),
         catches=("linear_weight_transposed", "w_o_missing", "dw_transposed")),
     same_shape=dict(
-        why="two sequences of one shape: either could stand for the other", sizes=SIZES | dict(Tk=5, Dz=10),
+        why="two sequences of one shape: either could stand for the other", sizes=SIZES | dict(Tk=5, Dz=10), light=True,
         catches=("keys_and_values_from_x", "values_from_x")),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True,
         shows=lambda x, y: x["w_v"].shape[1] < x["w_k"].shape[1]),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, light=True, scale=0.75,
+        catches=("scale_ignored",)),
     padding=dict(
-        why="both sequences are padded, each to its own lengths", sizes=SIZES,
+        why="both sequences are padded, each to its own lengths", sizes=SIZES, light=True,
         mask=lambda n: padding([4, 5], n.Tq).swapaxes(-1, -2) & padding([6, 3], n.Tk),
         catches=("padding_of_wrong_side", "mask_of_batch_0", "mask_head_batch_order", "mask_dropped", "mask_polarity",
                  "mask_added_as_0_1", "mask_after_softmax")),
@@ -377,11 +371,11 @@ CASES = dict(
         why="every head sees other keys, under padding and with a given scale", sizes=SIZES, scale=0.75,
         mask=lambda n: own_keys(n) & padding([8, 5], n.Tk), catches=("mask_of_head_0", "mask_of_batch_0")),
     empty_row=dict(
-        why="a query without keys among others", sizes=SIZES, mask=but_query_1,
+        why="a query without keys among others", sizes=SIZES, mask=lambda n: kit.but_row_1(n).any(-1, keepdims=True),
         catches=("empty_row_nan", "empty_row_uniform", "masked_row_gradient_nan")),
     masked_nan=dict(
         why="NaN in tokens that nobody may read", sizes=SIZES, mask=lambda n: padding([3, 3], n.Tk),
-        change=lambda x: dict(z=np.where(np.arange(x["z"].shape[1])[:, None] >= 3, np.nan, x["z"])),
+        change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"])[:, 0], x, "z"),
         catches=("masked_nan_poison",)),
     biases=dict(
         why="a feature that is 1 makes the last rows of W_K and W_V biases: b_K does nothing, b_V adds b_V W_O",

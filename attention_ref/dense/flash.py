@@ -18,8 +18,9 @@ and 0 from the CPU kernel of torch, and neither may be merged; some kernels that
 """
 import numpy as np
 
-from ..core import per_head, softmax, sum_to, unread
-from ..masks import blocks, causal, padding
+from .. import kit
+from ..core import per_head, per_row, softmax, sum_to, unread
+from ..masks import blocks, padding
 from ..names import draw
 from ..shapes import sizes
 
@@ -37,11 +38,6 @@ def dense(q, k, v, mask=True, sink=-np.inf, *, scale, query_block=64, key_block=
     k, v = unread(k, mask), unread(v, mask)
     weights, lse = softmax(scale * q @ k.swapaxes(-1, -2), mask, per_row(sink, q))
     return weights @ v, lse
-
-
-def per_row(sink, q):
-    """sink (H,) -> (H, 1, 1) in the number system of q, to stand beside scores (B, H, Tq, Tk)."""
-    return np.reshape(sink, (-1, 1, 1)).astype(q.dtype)
 
 
 def tiles(T, block):
@@ -195,12 +191,9 @@ FORMS = dense, online, split, loop
 
 # Mistakes: a name -> what is wrong in one sentence, and the wrong outputs for the inputs x of a case.
 
-LN2 = float(np.log(2))
-
-
 def positions(x):
     """Query positions (Tq,) and key positions (Tk,)."""
-    return np.arange(x["q"].shape[2]), np.arange(x["k"].shape[2])
+    return tuple(map(np.arange, kit.lengths(x)))
 
 
 def scores(x):
@@ -251,9 +244,10 @@ def last(i, block):
     return first(i, block) + block - 1
 
 
-def mask_at(x, i, j):
-    """The mask read at other positions: i(position, query_block) and j(position, key_block)."""
-    return tile(x["mask"], i(positions(x)[0], x["query_block"]), j(positions(x)[1], x["key_block"]))
+def mask_at(x, at_query, at_key):
+    """The mask read at other positions: at_query(i, query_block) and at_key(j, key_block)."""
+    i, j = positions(x)
+    return tile(x["mask"], at_query(i, x["query_block"]), at_key(j, x["key_block"]))
 
 
 def keys(x, pick):
@@ -263,33 +257,9 @@ def keys(x, pick):
     return x | {"k": x["k"][:, :, j], "v": x["v"][:, :, j], "mask": tile(x["mask"], i, j)}
 
 
-def causal_top_left(x):
-    Tq, Tk = map(len, positions(x))
-    return dense(**x | {"mask": x["mask"] if (x["mask"] & ~causal(Tq, Tk)).any() else causal(Tq, Tk, "top-left")})
-
-
-def at_empty_rows(x, o, lse):
-    """The right outputs, but for other numbers where a query may attend to nothing."""
-    right_o, right_lse = dense(**x)
-    empty = right_lse == -np.inf
-    return np.where(empty[..., None], o, right_o), np.where(empty, lse, right_lse)
-
-
 def first_tile_nan(x):
     rows = (running(all_parts(x)[2])[..., 1:2] == -np.inf).any(-1, keepdims=True)
     return (np.where(rows, np.nan, dense(**x)[0]),)
-
-
-def sequential_sum(x):
-    s = np.concatenate([all_parts(x)[1][..., :1], scores(x)], -1)
-    e = np.exp(s - finite(final(s)))
-    z = np.add.accumulate(e, -1)[..., -1:]
-    return (e[..., 1:] @ unread(x["v"], x["mask"]) / np.where(z == 0, 1, z),)
-
-
-def memory_order(a):
-    """The numbers as they lie in memory, read as if the array were contiguous."""
-    return a.ravel(order="K").reshape(a.shape)
 
 
 BUGS = dict(
@@ -314,14 +284,16 @@ BUGS = dict(
     diagonal_tile_unmasked=("a tile that its last query may enter is attended without a mask", lambda x: dense(
         **x | {"mask": mask_at(x, last, first)})),
     mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
-    causal_top_left=("the causal diagonal starts at the top left instead of the bottom right", causal_top_left),
+    causal_top_left=("the causal diagonal starts at the top left instead of the bottom right", lambda x: dense(
+        **x | {"mask": kit.from_top_left(x)})),
     weights_normalised_per_tile=("the softmax is over each tile on its own, and the results are added", lambda x: (
         all_parts(x)[0].sum(-2),)),
     merge_by_average=("parts are merged by their plain average", lambda x: (
         all_parts(x)[0].sum(-2) / max(1, all_parts(x)[0].shape[-2] - 1),)),
-    merge_base_2_lse=("a merge with exp is given lse in base 2", lambda x: merged(x, lambda lse, m: lse / LN2)),
+    merge_base_2_lse=("a merge with exp is given lse in base 2", lambda x: merged(
+        x, lambda lse, m: lse / kit.LN2)),
     merge_exp2_of_natural_lse=("a merge with exp2 is given natural lse", lambda x: merged(
-        x, lambda lse, m: lse * LN2)[:1]),
+        x, lambda lse, m: lse * kit.LN2)[:1]),
     merge_lse_without_max=("parts report log sum exp(s - m) without their maximum m", lambda x: merged(
         x, lambda lse, m: lse - finite(m))),
     empty_part_lse_zero=("a part without keys reports lse 0 and is merged with weight exp(0)", lambda x: merged(
@@ -337,26 +309,29 @@ BUGS = dict(
         dense(**x)[0], dense(**x | {"sink": x["sink"] - np.inf})[1])),
     lse_without_max=("the running maximum is not added back to lse", lambda x: (
         dense(**x)[0], dense(**x)[1] - finite(final(all_parts(x)[2]))[..., 0])),
-    lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / LN2)),
+    lse_base_2=("lse is a base-2 logarithm", lambda x: kit.lse_in_base_2(dense(**x))),
     not_normalised=("o is not divided by the row sum at the end", lambda x: (
         dense(**x)[0] * np.exp(dense(**x)[1] - finite(final(all_parts(x)[2]))[..., 0])[..., None],)),
     exp2_scale_not_rescaled=("exp2 of scores that were not multiplied by log2(e)", lambda x: dense(
-        **x | {"scale": x["scale"] * LN2})[:1]),
+        **x | {"scale": x["scale"] * kit.LN2})[:1]),
     scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
     score_overflow=("q k^T is formed before it is scaled and overflows float16", lambda x: (
         softmax(x["scale"] * (x["q"] @ x["k"].swapaxes(-1, -2)), x["mask"], per_row(x["sink"], x["q"]))[0]
         @ unread(x["v"], x["mask"]),)),
-    low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", sequential_sum),
-    empty_row_nan=("a row without keys is 0/0", lambda x: at_empty_rows(x, np.nan, -np.inf)[:1]),
+    low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", lambda x: (
+        kit.sequential_softmax(scores(x), x["v"], per_row(x["sink"], x["q"])),)),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)[:1]),
     empty_row_uniform=("masked scores are the lowest number: a row without keys is the mean of all values", lambda x: (
-        at_empty_rows(x, unread(x["v"], x["mask"]).sum(-2, keepdims=True) / max(1, x["v"].shape[2]), -np.inf)[:1])),
-    empty_row_lse_zero=("lse of a row without keys is 0", lambda x: at_empty_rows(x, 0, 0)),
-    empty_row_lse_plus_inf=("lse of a row without keys is +inf", lambda x: at_empty_rows(x, 0, np.inf)),
-    minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)", lambda x: at_empty_rows(x, 0, np.nan)),
+        kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1])),
+    empty_row_lse_zero=("lse of a row without keys is 0", lambda x: kit.at_empty_rows(dense(**x), lse=0)),
+    empty_row_lse_plus_inf=("lse of a row without keys is +inf", lambda x: kit.at_empty_rows(
+        dense(**x), lse=np.inf)),
+    minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)", lambda x: kit.at_empty_rows(
+        dense(**x), lse=np.nan)),
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (
         softmax(scores(x), sink=per_row(x["sink"], x["q"]))[0] @ x["v"],)),
     strides_ignored=("a strided view is read as if it were contiguous", lambda x: dense(
-        **x | {name: memory_order(x[name]) for name in "qkv"})),
+        **x | kit.changed(x, "qkv", kit.memory_order))),
 )
 
 
@@ -397,7 +372,7 @@ VJP_BUGS = dict(
     row_term_per_tile=("D is the sum of p dp over the tile instead of the row", row_term_per_tile),
     p_without_sum=("p is computed anew with the row maximum instead of lse", lambda x: rerun(
         x, lse=for_backward(final(all_parts(x)[2])[..., 0]))),
-    p_from_base_2_lse=("p = exp(s - lse) of an lse in base 2", lambda x: rerun(x, lse=given(x)["lse"] / LN2)),
+    p_from_base_2_lse=("p = exp(s - lse) of an lse in base 2", lambda x: rerun(x, lse=given(x)["lse"] / kit.LN2)),
     p_without_sink=("p is computed anew with an lse that leaves the sink out", lambda x: rerun(
         x, lse=given(x | {"sink": x["sink"] - np.inf})["lse"])),
     masked_row_gradient_nan=("lse of a row without keys is -inf in exp(s - lse)", lambda x: rerun(
@@ -412,18 +387,12 @@ VJP_BUGS = dict(
     dsink_sign=("dsink has the sign of a key's gradient", lambda x: dict(dsink=-vjp(**x)["dsink"])),
 )
 
-# Cases: a name -> why it exists, its sizes (those of the tiles too), and what differs from the drawn inputs: a value, a
-# function of the sizes n, or `change`, a function of the drawn inputs x. A light case has outputs only. The why is
-# proved by mistakes the case must catch or a property it shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=2, H=3, Tq=7, Tk=15, dk=4, dv=8, query_block=5, key_block=6)
-NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), sink=np.array([-np.inf]), scale=lambda n: n.dk ** -0.5,
+NEUTRAL = dict(mask=kit.no_mask, sink=np.array([-np.inf]), scale=lambda n: n.dk ** -0.5,
                query_block=lambda n: n.query_block, key_block=lambda n: n.key_block)
 PATTERN = np.array([[[1, 0, 1], [0, 1, 0]], [[0, 1, 1], [1, 0, 0]], [[0, 0, 1], [1, 1, 1]]], bool)
-
-
-def causal_of(n):
-    return causal(n.Tq, n.Tk)[None, None]
 
 
 def later_and_later(n):
@@ -431,19 +400,8 @@ def later_and_later(n):
     return (np.arange(n.Tk) >= 2 * np.arange(n.Tq)[:, None])[None, None]
 
 
-def but_row_1(n):
-    """Every pair but those of query 1."""
-    return np.repeat(np.arange(n.Tq)[:, None] != 1, n.Tk, axis=1)[None, None]
-
-
 def nan_where_unread(x):
-    hidden, row = np.arange(x["k"].shape[2])[:, None] >= 8, np.arange(x["q"].shape[2])[:, None] == 1
-    return dict(q=np.where(row, np.nan, x["q"]), k=np.where(hidden, np.nan, x["k"]), v=np.where(hidden, np.nan, x["v"]))
-
-
-def strided(x):
-    """The same numbers as views of (B, T, H, d) memory."""
-    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in "qkv"}
+    return kit.nan_where(kit.hidden_keys(x["mask"]), x) | kit.nan_where(kit.empty_rows(x["mask"]), x, "q")
 
 
 CASES = dict(
@@ -455,10 +413,10 @@ CASES = dict(
                  "not_normalised", "exp2_scale_not_rescaled", "scale_missing", "row_term_per_tile", "p_without_sum",
                  "p_from_base_2_lse", "dq_overwritten", "dk_dv_overwritten")),
     tiles_divide=dict(
-        why="tiles that divide the lengths: no tail", sizes=SIZES | dict(Tq=10, key_block=5),
+        why="tiles that divide the lengths: no tail", sizes=SIZES | dict(Tq=10, key_block=5), light=True,
         shows=lambda x, y: x["q"].shape[2] % x["query_block"] == x["k"].shape[2] % x["key_block"] == 0),
     tile_beyond=dict(
-        why="one tile, larger than the sequence", sizes=SIZES | dict(query_block=16, key_block=16),
+        why="one tile, larger than the sequence", sizes=SIZES | dict(query_block=16, key_block=16), light=True,
         catches=("tail_not_masked", "tail_dropped")),
     tile_of_one=dict(
         why="tiles of one query and one key: the online softmax as first published",
@@ -466,40 +424,40 @@ CASES = dict(
         catches=("o_not_rescaled", "weights_normalised_per_tile")),
     one_token=dict(
         why="a single key has weight 1: o is v", sizes=SIZES | dict(B=1, H=1, Tq=1, Tk=1, dk=1, dv=1),
-        shows=lambda x, y: (y["o"] == x["v"]).all()),
+        shows=kit.returns_v),
     no_keys=dict(
         why="Tk = 0 is legal, no tile at all: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0),
-        shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
+        shows=kit.sees_nothing),
     decode=dict(
-        why="one query, its keys split in parts of unequal size", sizes=SIZES | dict(Tq=1),
+        why="one query, its keys split in parts of unequal size", sizes=SIZES | dict(Tq=1), light=True,
         catches=("merge_by_average", "merge_base_2_lse", "merge_lse_without_max", "causal_top_left")),
     causal_wide=dict(
-        why="Tq < Tk: the diagonal crosses tiles that are not square", sizes=SIZES, mask=causal_of,
+        why="Tq < Tk: the diagonal crosses tiles that are not square", sizes=SIZES, mask=kit.causal_of,
         conventions=dict(causal="bottom-right"),
         catches=("mask_dropped", "causal_top_left", "mask_positions_in_tile", "diagonal_tile_skipped",
                  "diagonal_tile_unmasked")),
     causal_tall=dict(
         why="Tq > Tk at the bottom right: a whole tile of queries sees nothing", sizes=SIZES | dict(Tq=13, Tk=8),
-        mask=causal_of, conventions=dict(causal="bottom-right"),
+        light=True, mask=kit.causal_of, conventions=dict(causal="bottom-right"),
         catches=("empty_row_nan", "empty_part_lse_zero", "causal_top_left")),
     first_tile_masked=dict(
-        why="rows whose first keys come with the second or third tile", sizes=SIZES, mask=later_and_later,
+        why="rows whose first keys come with the second or third tile", sizes=SIZES, light=True, mask=later_and_later,
         catches=("first_tile_nan", "empty_part_lse_zero", "empty_part_lse_plus_inf")),
     empty_row=dict(
-        why="a row without keys in any tile", sizes=SIZES, mask=but_row_1,
+        why="a row without keys in any tile", sizes=SIZES, mask=kit.but_row_1,
         catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "empty_row_lse_plus_inf",
                  "minus_inf_minus_inf", "masked_row_gradient_nan")),
     sink=dict(
-        why="one sink logit per head, counted once however many tiles there are", sizes=SIZES, mask=causal_of,
+        why="one sink logit per head, counted once however many tiles there are", sizes=SIZES, mask=kit.causal_of,
         sink=lambda n: draw("sink", (n.H,)) + 1, conventions=dict(causal="bottom-right"),
         catches=("sink_per_tile", "sink_ignored", "sink_not_shifted", "lse_without_sink", "p_without_sink",
                  "dsink_missing", "dsink_sign")),
     sink_and_empty_row=dict(
-        why="with a sink a row without keys is regular: o = 0, lse = sink", sizes=SIZES, mask=but_row_1,
+        why="with a sink a row without keys is regular: o = 0, lse = sink", sizes=SIZES, light=True, mask=kit.but_row_1,
         sink=lambda n: draw("sink", (n.H,)) + 1, shows=lambda x, y: (y["lse"][:, :, 1] == x["sink"]).all()),
     softmax_plus_one=dict(
-        why="a sink of 0 adds 1 to the sum of exp(s), not to that of exp(s - max)", sizes=SIZES, sink=np.zeros(1),
-        catches=("sink_not_shifted", "sink_per_tile")),
+        why="a sink of 0 adds 1 to the sum of exp(s), not to that of exp(s - max)", sizes=SIZES,
+        light=True, sink=np.zeros(1), catches=("sink_not_shifted", "sink_per_tile")),
     everything=dict(
         why="a mask per head and batch entry that empties tiles here and there, a sink and a given scale at once",
         sizes=SIZES, scale=0.75, sink=lambda n: draw("sink", (n.H,)) - 1,
@@ -507,23 +465,22 @@ CASES = dict(
         catches=("sink_per_tile", "empty_part_lse_zero", "mask_positions_in_tile")),
     masked_nan=dict(
         why="NaN in keys and values nobody may attend to, half a tile and a whole one, and in a query that sees none",
-        sizes=SIZES, mask=lambda n: padding([8, 8], n.Tk) & but_row_1(n), change=nan_where_unread,
+        sizes=SIZES, mask=lambda n: padding([8, 8], n.Tk) & kit.but_row_1(n), change=nan_where_unread,
         catches=("masked_nan_poison",)),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled; scores near 50000 rise, and the last key takes all the weight",
-        sizes=SIZES, scale=0.5, q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 160.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 146.0) + 2 * np.arange(x["k"].shape[2])[:, None]),
+        sizes=SIZES, scale=0.5, change=lambda x: kit.ramp(x, 160, 146, 2),
         catches=("score_overflow",)),
     falling_scores=dict(
         why="scores fall by 1536 from the first tile to the last: exp(1536) overflows every type", sizes=SIZES,
-        scale=0.5, q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 32.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 24.0) - 2 * np.arange(x["k"].shape[2])[:, None]),
+        light=True, scale=0.5, change=lambda x: kit.ramp(x, 32, 24, -2),
         catches=("tile_maximum_alone",)),
     many_keys=dict(
         why="8192 equal weights, exact in every type: a float16 sum that grows one by one stops at 2048", light=True,
-        sizes=dict(B=1, H=1, Tq=2, Tk=8192, dk=1, dv=2, query_block=2, key_block=1024),
+        sizes=dict(B=1, H=1, Tq=1, Tk=8192, dk=1, dv=1, query_block=2, key_block=1024),
         q=lambda n: np.zeros((n.B, n.H, n.Tq, n.dk)), change=lambda x: dict(v=1 + x["v"] % 2),
         catches=("low_precision_sum",)),
     strided=dict(
-        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=strided, catches=("strides_ignored",)),
+        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=kit.strided,
+        catches=("strides_ignored",)),
 )

@@ -12,8 +12,9 @@ the wild differs: a row without keys (here o = 0, lse = -inf), and the axis alon
 """
 import numpy as np
 
+from .. import kit
 from ..core import per_head, repeat_heads, softmax, sum_groups, unread
-from ..masks import causal, padding
+from ..masks import padding
 from ..shapes import sizes
 
 INPUTS = dict(q="B Hq Tq dk", k="B Hkv Tk dk", v="B Hkv Tk dv", mask="bool B? Hq? Tq? Tk?", scale="")
@@ -119,16 +120,6 @@ def weights(x):
     return softmax(x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2), x["mask"])[0]
 
 
-def at_empty_rows(x, value):
-    """o with a value (broadcast to it) for the queries that may attend to nothing."""
-    return np.where(x["mask"].any(-1, keepdims=True), dense(**x)[0], value)
-
-
-def memory_order(a):
-    """The numbers as they lie in memory, read as if the array were contiguous."""
-    return a.ravel(order="K").reshape(a.shape)
-
-
 BUGS = dict(
     heads_tiled=("query head h reads kv head h mod Hkv", lambda x: dense(**mha(x, lambda h, Hq, Hkv: h % Hkv))),
     heads_divided_by_kv_heads=("query head h reads kv head h // Hkv instead of h // (Hq/Hkv)", lambda x: dense(
@@ -149,19 +140,18 @@ BUGS = dict(
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: dense(**x | {"mask": x["mask"][:1]})),
     mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
     mask_polarity=("True is read as masked", lambda x: dense(**x | {"mask": ~x["mask"]})),
-    empty_row_nan=("a row without keys is 0/0", lambda x: (at_empty_rows(x, np.nan),)),
-    empty_row_uniform=("a row without keys gives the mean of all values", lambda x: (at_empty_rows(
-        x, unread(mha(x)["v"], x["mask"]).sum(-2, keepdims=True) / max(1, x["k"].shape[2])),)),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)[:1]),
+    empty_row_uniform=("a row without keys gives the mean of all values", lambda x: (
+        kit.at_empty_rows(dense(**x), kit.mean_value(mha(x)["v"]))[:1])),
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ mha(x)["v"],)),
     scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
     scale_applied_twice=("q is scaled and so are the scores", lambda x: dense(**x | {"scale": x["scale"] ** 2})),
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(
         **x | {"scale": x["q"].shape[3] ** -0.5})),
-    value_width_from_keys=("the loop over value channels stops at dk", lambda x: (
-        dense(**x)[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]), dense(**x)[1])),
+    value_width_from_keys=("the loop over value channels stops at dk", lambda x: kit.width_of_keys(x, dense(**x))),
     strides_ignored=("a strided view is read as if it were contiguous", lambda x: dense(
-        **x | {name: memory_order(x[name]) for name in "qkv"})),
-    lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / float(np.log(2)))),
+        **x | kit.changed(x, "qkv", kit.memory_order))),
+    lse_base_2=("lse is a base-2 logarithm", lambda x: kit.lse_in_base_2(dense(**x))),
 )
 
 
@@ -171,49 +161,34 @@ def reduced(x, reduce):
     return {name: reduce(d[name], x["k"].shape[1]) for name in ("dk", "dv")}
 
 
-def without_row_term(x):
-    return weights(x) * (x["do"] @ unread(mha(x)["v"], x["mask"]).swapaxes(-1, -2))
+def last_of_group(d, Hkv):
+    return groups(d, Hkv)[:, :, -1]
 
 
 VJP_BUGS = dict(
     group_gradient_last_head=("the last head of a group overwrites dk and dv of the others", lambda x: reduced(
-        x, lambda d, Hkv: groups(d, Hkv)[:, :, -1])),
+        x, last_of_group)),
     group_gradient_mean=("dk and dv are means over the group instead of sums", lambda x: reduced(
-        x, lambda d, Hkv: groups(d, Hkv).mean(2))),
+        x, pool_heads)),
     group_gradient_tiled=("dk and dv are summed over the heads with the same h mod Hkv", lambda x: reduced(
         x, lambda d, Hkv: groups(d, d.shape[1] // Hkv).sum(1))),
     jacobian_term_missing=("dS = P dP without the row term", lambda x: dict(
-        dq=x["scale"] * without_row_term(x) @ unread(mha(x)["k"], x["mask"]))),
+        dq=kit.without_row_term(weights(x), x["do"], mha(x)["k"], mha(x)["v"], x["scale"]))),
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
     dk_scale_missing=("dk is not multiplied by scale", lambda x: dict(dk=vjp(**x)["dk"] / x["scale"])),
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
 )
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
-# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case catches or a property it shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=3, Hq=6, Hkv=2, Tq=5, Tk=7, dk=4, dv=8)
-NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), scale=lambda n: n.dk ** -0.5)
-
-
-def causal_of(n):
-    return causal(n.Tq, n.Tk)[None, None]
+NEUTRAL = dict(mask=kit.no_mask, scale=lambda n: n.dk ** -0.5)
 
 
 def mask_per_head(n):
     """(1, Hq, Tq, Tk) with a hole in every fifth place, elsewhere for every head but 0 and 5."""
     h, i, j = np.ogrid[:n.Hq, :n.Tq, :n.Tk]
     return ((2 * h + i + 3 * j) % 5 > 0)[None]
-
-
-def nan_in_last_keys(x):
-    hidden = np.arange(x["k"].shape[2])[:, None] >= 4
-    return dict(k=np.where(hidden, np.nan, x["k"]), v=np.where(hidden, np.nan, x["v"]))
-
-
-def strided(x):
-    """The same numbers as views of (B, T, H, d) memory."""
-    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in "qkv"}
 
 
 def broadcast_heads(x):
@@ -233,36 +208,35 @@ CASES = dict(
         sizes=SIZES | dict(Hkv=3), catches=(
             "heads_tiled", "heads_divided_by_kv_heads", "output_heads_tiled", "group_gradient_tiled")),
     mha=dict(
-        why="Hkv = Hq is multi-head attention", sizes=SIZES | dict(Hkv=6),
+        why="Hkv = Hq is multi-head attention", sizes=SIZES | dict(Hkv=6), light=True,
         shows=lambda x, y: np.allclose(y["o"], broadcast_heads(x))),
     mqa=dict(
         why="Hkv = 1 is multi-query attention: every head reads the one kv head", sizes=SIZES | dict(Hkv=1),
         shows=lambda x, y: np.allclose(y["o"], broadcast_heads(x))),
     one_token=dict(
         why="a single key has weight 1: o is v", sizes=dict(B=1, Hq=1, Hkv=1, Tq=1, Tk=1, dk=1, dv=1),
-        shows=lambda x, y: (y["o"] == x["v"]).all()),
+        shows=kit.returns_v),
     one_key=dict(
-        why="with one key each query returns the value of its kv head", sizes=SIZES | dict(Tk=1),
+        why="with one key each query returns the value of its kv head", sizes=SIZES | dict(Tk=1), light=True,
         shows=lambda x, y: (y["o"] == repeat_heads(x["v"], 6)).all()),
     no_keys=dict(
-        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0),
-        shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
+        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0), light=True, shows=kit.sees_nothing),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16),
-        shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16), light=True, shows=kit.narrow_values),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, light=True, scale=0.75,
+        catches=("scale_ignored",)),
     causal_wide=dict(
-        why="a causal mask for queries that come after two cached keys", sizes=SIZES, mask=causal_of,
+        why="a causal mask for queries that come after two cached keys", sizes=SIZES, light=True, mask=kit.causal_of,
         conventions=dict(causal="bottom-right"), catches=("mask_dropped", "mask_polarity", "repeat_along_keys")),
     causal_tall=dict(
-        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tk=2), mask=causal_of,
+        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tk=2), mask=kit.causal_of,
         conventions=dict(causal="bottom-right"), catches=("empty_row_nan", "empty_row_uniform")),
     padding=dict(
-        why="batch entries of different length", sizes=SIZES, mask=lambda n: padding([3, 7, 5], n.Tk),
+        why="batch entries of different length", sizes=SIZES, light=True, mask=lambda n: padding([3, 7, 5], n.Tk),
         catches=("mask_of_batch_0",)),
     mask_per_head=dict(
-        why="the heads of a group share keys but not their mask", sizes=SIZES, mask=mask_per_head,
+        why="the heads of a group share keys but not their mask", sizes=SIZES, light=True, mask=mask_per_head,
         catches=("mask_of_head_0", "mask_of_kv_head", "mask_of_first_in_group")),
     everything=dict(
         why="a mask per head and batch entry, three kv heads and a given scale at once", sizes=SIZES | dict(Hkv=3),
@@ -270,12 +244,12 @@ CASES = dict(
         catches=("mask_of_first_in_group", "mask_of_batch_0", "heads_tiled", "scale_ignored")),
     masked_nan=dict(
         why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([4, 4, 4], n.Tk),
-        change=nan_in_last_keys, catches=("masked_nan_poison",)),
+        change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"]), x), catches=("masked_nan_poison",)),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
-        q=lambda n: np.full((n.B, n.Hq, n.Tq, n.dk), 160.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 160.0) - np.arange(x["k"].shape[2])[:, None]),
+        change=lambda x: kit.ramp(x, 160, 160, -1),
         shows=lambda x, y: np.allclose(y["o"], repeat_heads(x["v"], 6)[:, :, :1])),
     strided=dict(
-        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=strided, catches=("strides_ignored",)),
+        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=kit.strided,
+        catches=("strides_ignored",)),
 )

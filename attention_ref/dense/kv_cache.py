@@ -12,6 +12,7 @@ top left, so that token t sees slots 0 to t (torch is_causal, ONNX without lengt
 """
 import numpy as np
 
+from .. import kit
 from ..core import chunks, per_head, sum_groups
 from ..masks import causal, grid
 from ..shapes import sizes
@@ -164,11 +165,6 @@ def placed(x, slot):
     return gqa.dense(**whole(**x) | {"k": key, "v": value})[0], key, value
 
 
-def with_present(x, o):
-    """A wrong o beside right caches."""
-    return o, *dense(**x)[1:]
-
-
 def one_length(x, n):
     """The same past_length n for every row."""
     return dense(**x | {"past_length": np.full_like(x["past_length"], n)})
@@ -230,15 +226,15 @@ BUGS = dict(
     unused_slots_cleared=("slots without a token are set to 0", lambda x: (dense(**x)[0], *cleared(x))),
     cached_keys_scaled=("keys are scaled on their way into the cache, and the scores again", lambda x: dense(
         **x | {"k": x["scale"] * x["k"]})),
-    heads_tiled=("query head h reads kv head h mod Hkv", lambda x: with_present(
-        x, gqa.dense(**gqa.mha(whole(**x), lambda h, Hq, Hkv: h % Hkv))[0])),
+    heads_tiled=("query head h reads kv head h mod Hkv", lambda x: kit.with_o(
+        dense(**x), gqa.dense(**gqa.mha(whole(**x), lambda h, Hq, Hkv: h % Hkv))[0])),
     scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(
         **x | {"scale": x["q"].shape[3] ** -0.5})),
-    garbage_nan_poison=("0 * NaN: the value of an empty slot is read", lambda x: with_present(
-        x, gqa.weights(whole(**x)) @ gqa.mha(whole(**x))["v"])),
+    garbage_nan_poison=("0 * NaN: the value of an empty slot is read", lambda x: kit.with_o(
+        dense(**x), gqa.weights(whole(**x)) @ gqa.mha(whole(**x))["v"])),
     strides_ignored=("strided views are read as if they were contiguous", lambda x: dense(
-        **x | {name: gqa.memory_order(x[name]) for name in ARRAYS})),
+        **x | kit.changed(x, ARRAYS, kit.memory_order))),
 )
 
 
@@ -255,9 +251,9 @@ def shared(x, dkey, dvalue):
 
 VJP_BUGS = dict(
     group_gradient_last_head=("the last head of a group overwrites the gradients of the others", lambda x: shared(
-        x, *cache_gradients(x, lambda d, Hkv: gqa.groups(d, Hkv)[:, :, -1]))),
+        x, *cache_gradients(x, gqa.last_of_group))),
     group_gradient_mean=("gradients are means over the group instead of sums", lambda x: shared(
-        x, *cache_gradients(x, lambda d, Hkv: gqa.groups(d, Hkv).mean(2)))),
+        x, *cache_gradients(x, gqa.pool_heads))),
     present_cotangent_lost=("the gradient that comes through the caches after the call is lost", lambda x: vjp(
         **x | {name: 0 * x[name] for name in ("dpresent_key", "dpresent_value")})),
     past_detached=("cached keys get no gradient from the new queries", lambda x: dict(
@@ -269,21 +265,10 @@ VJP_BUGS = dict(
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
 )
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
-# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case catches or a property it shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=3, Hq=6, Hkv=2, T=5, P=9, dk=4, dv=7)
 NEUTRAL = dict(past_length=np.array([3, 1, 2]), scale=lambda n: n.dk ** -0.5, chunk_size=2)
-
-
-def nan_in_empty_slots(x):
-    empty = np.arange(x["past_key"].shape[2])[:, None] >= x["past_length"][:, None, None, None]
-    return {name: np.where(empty, np.nan, x[name]) for name in ("past_key", "past_value")}
-
-
-def strided(x):
-    """The same numbers as views of (B, P, H, d) memory."""
-    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in ARRAYS}
 
 
 def without_cache(x):
@@ -303,42 +288,41 @@ CASES = dict(
                  "gradient_of_first_slots", "dq_scale_missing")),
     first_and_last_slot=dict(
         why="a row with nothing cached beside a row that is filled to the last slot; the last chunk is one token",
-        sizes=SIZES, past_length=np.array([0, 4, 3]), chunk_size=4,
+        sizes=SIZES, light=True, past_length=np.array([0, 4, 3]), chunk_size=4,
         catches=("length_of_row_0", "slot_one_late", "past_ignored", "chunk_over_chunk")),
     one_new_token=dict(
         why="one query: from the top left it would see slot 0 alone", sizes=SIZES | dict(T=1),
         past_length=np.array([5, 8, 0]), catches=("causal_top_left", "read_before_write", "garbage_read")),
     empty_cache=dict(
-        why="prefill in one chunk: with nothing cached the call is causal attention", sizes=SIZES, chunk_size=5,
-        past_length=np.array([0, 0, 0]), shows=lambda x, y: np.allclose(y["o"], without_cache(x))),
+        why="prefill in one chunk: with nothing cached the call is causal attention", sizes=SIZES, light=True,
+        chunk_size=5, past_length=np.array([0, 0, 0]), shows=lambda x, y: np.allclose(y["o"], without_cache(x))),
     whole_sequence=dict(
         why="P = T, and a chunk that is longer: the present is the new keys and values themselves",
-        sizes=SIZES | dict(P=5), past_length=np.array([0, 0, 0]), chunk_size=6,
+        sizes=SIZES | dict(P=5), light=True, past_length=np.array([0, 0, 0]), chunk_size=6,
         shows=lambda x, y: (y["present_key"] == x["k"]).all() and (y["present_value"] == x["v"]).all()),
     nan_in_empty_slots=dict(
         why="NaN in every slot that holds no token before the call", sizes=SIZES, past_length=np.array([1, 0, 3]),
-        change=nan_in_empty_slots, catches=("garbage_nan_poison", "garbage_read", "value_cache_stale")),
+        change=lambda x: kit.nan_in_new_slots(x, ARRAYS[3:]),
+        catches=("garbage_nan_poison", "garbage_read", "value_cache_stale")),
     mha=dict(
-        why="Hkv = Hq: a cache for every head; chunks of one token", sizes=SIZES | dict(Hkv=6, T=2), chunk_size=1,
-        catches=("causal_top_left", "slot_one_early", "token_over_token")),
+        why="Hkv = Hq: a cache for every head; chunks of one token", sizes=SIZES | dict(Hkv=6, T=2), light=True,
+        chunk_size=1, catches=("causal_top_left", "slot_one_early", "token_over_token")),
     mqa=dict(
         why="Hkv = 1: one cache for all heads, gradients summed over all of them", sizes=SIZES | dict(Hkv=1, T=2),
         catches=("group_gradient_last_head",)),
     one_token=dict(
         why="one token in one slot: o is v", sizes=dict(B=1, Hq=1, Hkv=1, T=1, P=1, dk=1, dv=1),
-        past_length=np.array([0]), shows=lambda x, y: (y["o"] == x["v"]).all()),
+        past_length=np.array([0]), shows=kit.returns_v),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(T=4, dk=16),
-        shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+        why="dv may be smaller than dk", sizes=SIZES | dict(T=4, dk=16), light=True, shows=kit.narrow_values),
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, chunk_size=3,
         catches=("scale_ignored", "cached_keys_scaled")),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and the newest key takes all the weight", sizes=SIZES, scale=0.5,
-        q=lambda n: np.full((n.B, n.Hq, n.T, n.dk), 160.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 160.0) + np.arange(x["k"].shape[2])[:, None]),
+        light=True, change=lambda x: kit.ramp(x, 160, 160, 1),
         shows=lambda x, y: np.allclose(y["o"], np.repeat(x["v"], 3, axis=1))),
     strided=dict(
-        why="caches and new tokens are views of (B, T, H, d) memory", sizes=SIZES, change=strided,
-        catches=("strides_ignored",)),
+        why="caches and new tokens are views of (B, T, H, d) memory", sizes=SIZES,
+        change=lambda x: kit.strided(x, ARRAYS), catches=("strides_ignored",)),
 )

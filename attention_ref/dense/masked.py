@@ -15,7 +15,7 @@ positions inside a sequence: the same keys where queries and keys are packed ali
 """
 import numpy as np
 
-from .. import masks
+from .. import kit, masks
 from ..core import per_head, softmax, unread
 from ..shapes import sizes
 
@@ -151,12 +151,12 @@ def without(x, name, on=None):
 
 def offset(x):
     """The position of query 0, 0 or (B, 1, 1, 1)."""
-    return masks.diagonal(x["q"].shape[2], x["lengths"][:, None, None, None], x["anchor"])
+    return masks.diagonal(kit.lengths(x)[0], x["lengths"][:, None, None, None], x["anchor"])
 
 
 def positions(x):
     """The positions p (B or 1, 1, Tq, 1) of the queries and j (1, Tk) of the keys."""
-    i, j = masks.grid(x["q"].shape[2], x["k"].shape[2])
+    i, j = masks.grid(*kit.lengths(x))
     return i + offset(x), j
 
 
@@ -195,13 +195,6 @@ def queries_too(x):
     return mask_of(x) & masks.padding(np.minimum(x["lengths"], Tq), Tq).swapaxes(-1, -2)
 
 
-def of_another_head(x):
-    """Head h of batch entry b takes the mask of batch entry (h B + b) // H: heads folded first, lengths batch first."""
-    B, H = x["q"].shape[:2]
-    b, h = np.ogrid[:B, :H]
-    return mask_of(x)[(h * B + b) // H, 0]
-
-
 def scores(x):
     return x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2)
 
@@ -216,21 +209,6 @@ def lowest_for_each(x):
     a = scores(x) + sum(np.where(part, 0, np.finfo(x["q"].dtype).min) for part in parts(x).values())
     e = np.exp(a - a.max(-1, keepdims=True, initial=-np.inf))
     return weighted(x, e / e.sum(-1, keepdims=True))
-
-
-def in_empty_rows(x, o=0, lse=-np.inf):
-    """The right outputs, but for the rows without keys."""
-    y, empty = dense(**x), ~mask_of(x).any(-1)
-    return np.where(empty[..., None], o, y[0]), np.where(empty, lse, y[1])
-
-
-def mean_value(x):
-    return x["v"].sum(-2, keepdims=True) / max(1, x["v"].shape[2])
-
-
-def contiguous(a):
-    """The numbers as they lie in memory, read as if the array were contiguous."""
-    return a.ravel(order="K").reshape(a.shape)
 
 
 BUGS = dict(
@@ -273,7 +251,7 @@ BUGS = dict(
                         lambda x: but(x, lengths=every(x, x["lengths"][0]))),
     lengths_longest=("the longest length serves every entry", lambda x: but(x, lengths=every(x, x["lengths"].max()))),
     lengths_head_batch_order=("heads are folded before the batch, lengths after it",
-                              lambda x: under(x, of_another_head(x))),
+                              lambda x: under(x, kit.of_another_head(mask_of(x), *x["q"].shape[:2]))),
     padding_one_late=("the first key of the padding is seen",
                       lambda x: but_only(["padding"], x, lengths=np.minimum(x["lengths"] + 1, x["k"].shape[2]))),
     padding_on_the_left=("the last keys are kept, not the first", lambda x: under(x, at_the_end(x))),
@@ -291,16 +269,16 @@ BUGS = dict(
                         lambda x: weighted(x, softmax(scores(x))[0] * mask_of(x))),
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (softmax(scores(x), mask_of(x))[0] @ x["v"],)),
     sentinel_added_twice=("lowest number + lowest number = -inf: NaN for a row hidden twice", lowest_for_each),
-    empty_row_nan=("a row without keys is 0/0", lambda x: in_empty_rows(x, o=np.nan)),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)),
     empty_row_uniform=("a row without keys gives the mean of all values",
-                       lambda x: in_empty_rows(x, o=mean_value(x))[:1]),
-    empty_row_lse_zero=("lse of a row without keys is 0", lambda x: in_empty_rows(x, lse=0)),
-    empty_row_lse_infinite=("lse of a row without keys is +inf", lambda x: in_empty_rows(x, lse=np.inf)),
+                       lambda x: kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1]),
+    empty_row_lse_zero=("lse of a row without keys is 0", lambda x: kit.at_empty_rows(dense(**x), lse=0)),
+    empty_row_lse_infinite=("lse of a row without keys is +inf", lambda x: kit.at_empty_rows(dense(**x), lse=np.inf)),
     lse_of_hidden_keys=("lse is taken before the mask", lambda x: (dense(**x)[0], softmax(scores(x))[1])),
-    lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / float(np.log(2)))),
+    lse_base_2=("lse is a base-2 logarithm", lambda x: kit.lse_in_base_2(dense(**x))),
     scale_missing=("the scores are not scaled", lambda x: but(x, scale=1.0)),
     strides_ignored=("a strided view is read as if it were contiguous",
-                     lambda x: but(x, **{name: contiguous(x[name]) for name in "qkv"})),
+                     lambda x: but(x, **kit.changed(x, "qkv", kit.memory_order))),
 )
 BUGS |= {f"{name}_dropped": (f"{name} is accepted and never used", lambda x, name=name: under(x, without(x, name)))
          for name in CONDITIONS}
@@ -324,26 +302,18 @@ def rebuilt(x, name):
 def uniform_if_empty(x):
     """The weights under a mask that is added as a large number."""
     mask = mask_of(x)
-    return np.where(mask.any(-1, keepdims=True), softmax(scores(x), mask)[0], 1 / max(1, mask.shape[-1]))
-
-
-def without_row_term(x):
-    p = softmax(scores(x), mask_of(x))[0]
-    dp = x["do"] @ unread(x["v"], mask_of(x)).swapaxes(-1, -2)
-    return dict(dq=x["scale"] * (p * dp) @ unread(x["k"], mask_of(x)))
-
-
-def nan_if_empty(x):
-    return dict(dq=np.where(mask_of(x).any(-1, keepdims=True), vjp(**x)["dq"], np.nan))
+    return np.where(kit.empty_rows(mask), 1 / max(1, mask.shape[-1]), softmax(scores(x), mask)[0])
 
 
 VJP_BUGS = dict(
-    jacobian_term_missing=("dS = P dP without the row term", without_row_term),
+    jacobian_term_missing=("dS = P dP without the row term", lambda x: dict(dq=kit.without_row_term(
+        softmax(scores(x), mask_of(x))[0], x["do"], x["k"], x["v"], x["scale"]))),
     dq_scale_missing=("dQ is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
     dk_scale_missing=("dK is not multiplied by scale", lambda x: dict(dk=vjp(**x)["dk"] / x["scale"])),
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
     dlse_sign=("the gradient through lse has the wrong sign", lambda x: vjp(**x | {"dlse": -x["dlse"]})),
-    empty_row_gradient_nan=("0 * NaN in the backward of a row without keys", nan_if_empty),
+    empty_row_gradient_nan=("0 * NaN in the backward of a row without keys", lambda x: dict(
+        dq=np.where(kit.empty_rows(mask_of(x)), np.nan, vjp(**x)["dq"]))),
     empty_row_gradient_uniform=("a row without keys sends its gradient to all keys",
                                 lambda x: from_weights(x, uniform_if_empty(x))),
 )
@@ -351,9 +321,7 @@ VJP_BUGS |= {f"backward_forgets_{name}": (f"the backward rebuilds the weights fr
                                           lambda x, name=name: from_weights(x, rebuilt(x, name)))
              for name in CONDITIONS}
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
-# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case must catch or by a property it
-# shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=2, H=3, Tq=5, Tk=7, dk=4, dv=6)
 NEUTRAL = dict(lengths=lambda n: np.full(n.B, n.Tk), query_segments=lambda n: np.zeros((n.B, n.Tq), int),
@@ -365,8 +333,9 @@ ON = dict(causal=dict(causal=True), padding=dict(lengths=np.array([6, 3])), wind
 
 
 def together(names, anchor, catches):
-    """The case with these conditions on."""
-    recipe = dict(why=f"{' and '.join(names)}, from the {anchor}", sizes=SIZES, anchor=anchor, catches=catches)
+    """The case with these conditions on; gradients for each of them alone and for all."""
+    recipe = dict(why=f"{' and '.join(names)}, from the {anchor}", sizes=SIZES, light=1 < len(names) < len(ON),
+                  anchor=anchor, catches=catches)
     for name in names:
         recipe |= ON[name]
     return recipe
@@ -381,16 +350,6 @@ def packed_as(*rows):
     return dict(query_segments=np.array(rows), key_segments=np.array(rows))
 
 
-def nan_where_hidden(x):
-    seen = mask_of(x).any(-2)[..., None]
-    return dict(k=np.where(seen, x["k"], np.nan), v=np.where(seen, x["v"], np.nan))
-
-
-def strided(x):
-    """The same numbers as views of (B, T, H, d) memory."""
-    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in "qkv"}
-
-
 TOGETHER = [tuple(name for bit, name in enumerate(ON) if choice >> bit & 1) for choice in range(1, 2 ** len(ON))]
 CASES = dict(
     basic=dict(
@@ -402,48 +361,50 @@ CASES |= {"_".join(names) + "_bottom_right": together(names, "bottom-right", ("c
 CASES |= dict(
     one_token=dict(
         why="a single key has weight 1: o is v", sizes=dict(B=1, H=1, Tq=1, Tk=1, dk=1, dv=1), causal=True,
-        shows=lambda x, y: (y["o"] == x["v"]).all()),
+        shows=kit.returns_v),
     no_keys=dict(
-        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0), anchor="bottom-right", causal=True,
-        shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
+        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0), light=True, anchor="bottom-right",
+        causal=True, shows=kit.sees_nothing),
     causal_tall=dict(
-        why="Tq > Tk at the top left: the last queries see every key", sizes=SIZES | dict(Tq=9), causal=True,
-        catches=("causal_bottom_right",)),
+        why="Tq > Tk at the top left: the last queries see every key", sizes=SIZES | dict(Tq=9), light=True,
+        causal=True, catches=("causal_bottom_right",)),
     causal_tall_bottom_right=dict(
         why="Tq > Tk at the bottom right: the first queries see nothing, the next one key 0",
-        sizes=SIZES | dict(Tq=9), causal=True, anchor="bottom-right",
+        sizes=SIZES | dict(Tq=9), light=True, causal=True, anchor="bottom-right",
         shows=lambda x, y: (y["lse"][:, :, :2] == -np.inf).all() and (y["o"][:, :, 2] == x["v"][:, :, 0]).all()),
     decode=dict(
-        why="one query at the end of each row, and a window", sizes=SIZES | dict(Tq=1), anchor="bottom-right",
-        causal=True, left=1, lengths=np.array([6, 3]),
+        why="one query at the end of each row, and a window", sizes=SIZES | dict(Tq=1), light=True,
+        anchor="bottom-right", causal=True, left=1, lengths=np.array([6, 3]),
         catches=("causal_top_left", "window_top_left", "aligned_to_padding", "aligned_to_longest", "lengths_longest")),
     window_self=dict(
-        why="a window of no key beside the own returns V", sizes=SIZES, left=0, right=0,
+        why="a window of no key beside the own returns V", sizes=SIZES, light=True, left=0, right=0,
         catches=("window_zero_is_open", "window_one_more"), shows=lambda x, y: (y["o"] == x["v"][:, :, :5]).all()),
     window_left_only=dict(
-        why="one key to the left, all to the right", sizes=SIZES, left=1,
+        why="one key to the left, all to the right", sizes=SIZES, light=True, left=1,
         catches=("window_left_dropped", "window_counts_self", "window_mirrored")),
     window_right_only=dict(
-        why="one key to the right, all to the left", sizes=SIZES, right=1,
+        why="one key to the right, all to the left", sizes=SIZES, light=True, right=1,
         catches=("window_right_dropped", "window_right_exclusive", "window_symmetric")),
     window_reaches_all=dict(
-        why="just wide enough to hide nothing", sizes=SIZES, left=4, right=6, shows=lambda x, y: mask_of(x).all()),
+        why="just wide enough to hide nothing", sizes=SIZES, light=True, left=4, right=6,
+        shows=lambda x, y: mask_of(x).all()),
     window_misses_corners=dict(
-        why="one key less on each side: two pairs are hidden", sizes=SIZES, left=3, right=5,
+        why="one key less on each side: two pairs are hidden", sizes=SIZES, light=True, left=3, right=5,
         shows=lambda x, y: (~mask_of(x)[0]).sum() == 2, catches=("window_dropped",)),
     window_past_the_keys=dict(
-        why="queries whose window lies beyond the last key see nothing", sizes=SIZES | dict(Tq=10), left=1, right=0,
+        why="queries whose window lies beyond the last key see nothing", sizes=SIZES | dict(Tq=10), light=True, left=1,
+        right=0,
         shows=lambda x, y: (y["lse"][:, :, 8:] == -np.inf).all() and (y["o"][:, :, 7] == x["v"][:, :, 6]).all()),
 )
 CASES |= {f"sliding_4_in_{T}": dict(
-    why=f"a causal window of 4 keys on {T}", sizes=SIZES | dict(Tq=T, Tk=T), causal=True, left=3,
+    why=f"a causal window of 4 keys on {T}", sizes=SIZES | dict(Tq=T, Tk=T), light=True, causal=True, left=3,
     shows=lambda x, y: (mask_of(x) ^ without(x, "window"))[0].sum() == max(0, x["k"].shape[2] - 4)) for T in (3, 4, 5)}
 CASES |= dict(
     dilated=dict(
-        why="gaps between the keys of a window", sizes=SIZES, left=1, right=2, dilation=2,
+        why="gaps between the keys of a window", sizes=SIZES, light=True, left=1, right=2, dilation=2,
         catches=("dilation_ignored", "dilation_in_tokens", "dilation_from_key_0")),
     dilated_open=dict(
-        why="gaps without a limit", sizes=SIZES | dict(Tk=11), dilation=3,
+        why="gaps without a limit", sizes=SIZES | dict(Tk=11), light=True, dilation=3,
         catches=("dilation_ignored", "dilation_from_key_0")),
     dilated_causal_padding=dict(
         why="the gaps are counted from the position of the query, which may be before key 0", sizes=SIZES, causal=True,
@@ -455,29 +416,29 @@ CASES |= dict(
         catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "empty_row_lse_infinite",
                  "sentinel_added_twice", "empty_row_gradient_nan", "empty_row_gradient_uniform")),
     length_one=dict(
-        why="one key left: every query returns its value", sizes=SIZES, lengths=np.array([7, 1]),
+        why="one key left: every query returns its value", sizes=SIZES, light=True, lengths=np.array([7, 1]),
         catches=("lengths_of_batch_0", "padding_one_late"), shows=lambda x, y: (y["o"][1] == x["v"][1, :, :1]).all()),
     packed=dict(
         why="sequences end to end in a row; the first token of each sees only itself", sizes=SIZES | dict(Tq=7),
-        causal=True, **packed_as([0, 0, 0, 1, 1, 2, 2], [5, 5, 6, 6, 6, 6, 6]),
+        light=True, causal=True, **packed_as([0, 0, 0, 1, 1, 2, 2], [5, 5, 6, 6, 6, 6, 6]),
         catches=("segments_dropped", "segments_of_batch_0", "segments_before_seen"),
         shows=lambda x, y: (y["o"][0, :, [0, 3, 5]] == x["v"][0, :, [0, 3, 5]]).all()),
     packed_ones=dict(
-        why="sequences of one token: o is v", sizes=SIZES | dict(Tq=7), **packed_as(range(7), range(6, -1, -1)),
-        shows=lambda x, y: (y["o"] == x["v"]).all()),
+        why="sequences of one token: o is v", sizes=SIZES | dict(Tq=7), light=True,
+        **packed_as(range(7), range(6, -1, -1)), shows=kit.returns_v),
     padded_queries=dict(
-        why="queries in a segment that no key has", sizes=SIZES,
+        why="queries in a segment that no key has", sizes=SIZES, light=True,
         query_segments=np.array([[0, 0, 0, -1, -1], [0, 0, 0, 0, -1]]),
         shows=lambda x, y: (y["o"][0, :, 3:] == 0).all() and (y["o"][1, :, 3] != 0).any()),
     masked_nan=dict(
-        why="NaN in keys and values that nobody may attend to", sizes=SIZES, change=nan_where_hidden,
+        why="NaN in keys and values that nobody may attend to", sizes=SIZES,
+        change=lambda x: kit.nan_where(kit.hidden_keys(mask_of(x)), x),
         **ON["padding"], **ON["segments"], catches=("masked_nan_poison",)),
     strided=dict(
-        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, **ON["causal"], **ON["padding"], change=strided,
-        catches=("strides_ignored",)),
+        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, **ON["causal"], **ON["padding"],
+        change=kit.strided, catches=("strides_ignored",)),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
-        causal=True, q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 160.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 160.0) - np.arange(x["k"].shape[2])[:, None]),
+        causal=True, change=lambda x: kit.ramp(x, 160, 160, -1),
         shows=lambda x, y: np.allclose(y["o"], x["v"][:, :, :1])),
 )

@@ -12,8 +12,9 @@ MultiheadAttention True means masked; a query without keys gives NaN or the mean
 """
 import numpy as np
 
+from .. import kit
 from ..core import merge_heads, softmax, split_heads, unread
-from ..masks import causal, padding, window
+from ..masks import padding, window
 from ..shapes import sizes
 from . import cross, sdpa
 
@@ -103,14 +104,10 @@ VJP_BUGS = of_one_sequence(cross.BLOCK_VJP_BUGS) | dict(
     dx_without_values=("dX lacks the path through the values", lambda x: dict(dx=sum(paths(x)[:2]))),
 )
 
-# Cases: as in sdpa.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=2, H=3, T=5, D=8, dk=4, dv=7)
-NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.T, n.T), bool), heads=lambda n: n.H, scale=lambda n: n.dk ** -0.5)
-
-
-def causal_of(n):
-    return causal(n.T, n.T)[None, None]
+NEUTRAL = dict(mask=kit.no_mask, heads=lambda n: n.H, scale=lambda n: n.dk ** -0.5)
 
 
 def real(lengths, n):
@@ -132,36 +129,37 @@ CASES = dict(
         why="a single token has weight 1: o = x W_V W_O", sizes=dict.fromkeys(SIZES, 1),
         shows=lambda x, y: (y["o"] == x["x"] @ x["w_v"] @ x["w_o"]).all()),
     one_head=dict(
-        why="one head is plain attention and W_O", sizes=SIZES | dict(H=1),
+        why="one head is plain attention and W_O", sizes=SIZES | dict(H=1), light=True,
         shows=lambda x, y: np.allclose(y["o"], cross.one_head(alone(x)), 1e-14)),
     square=dict(
         why="D = H dk = H dv, as in the paper: transposed and packed weights fit", sizes=SIZES | dict(D=12, dv=4),
         catches=("linear_weight_transposed", "w_o_missing", "packed_per_head", "dw_transposed")),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True,
         shows=lambda x, y: x["w_v"].shape[1] < x["w_k"].shape[1]),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, light=True, scale=0.75,
+        catches=("scale_ignored",)),
     causal=dict(
-        why="no token sees a later one: the first has only itself", sizes=SIZES, mask=causal_of,
+        why="no token sees a later one: the first has only itself", sizes=SIZES, mask=kit.causal_of,
         shows=lambda x, y: np.allclose(y["o"][:, 0], (x["x"] @ x["w_v"] @ x["w_o"])[:, 0], 1e-14),
         catches=("mask_transposed", "mask_dropped", "mask_polarity", "mask_added_as_0_1", "mask_after_softmax")),
     padding=dict(
-        why="batch entries of different length", sizes=SIZES, mask=lambda n: padding([3, 5], n.T),
+        why="batch entries of different length", sizes=SIZES, light=True, mask=lambda n: padding([3, 5], n.T),
         catches=("mask_of_batch_0", "mask_head_batch_order")),
     causal_and_padding=dict(
-        why="two masks at once, with a given scale", sizes=SIZES, mask=lambda n: causal_of(n) & padding([2, 4], n.T),
-        scale=0.75, catches=("mask_only_causal_kept", "mask_of_batch_0")),
+        why="two masks at once, with a given scale", sizes=SIZES, scale=0.75,
+        mask=lambda n: kit.causal_of(n) & padding([2, 4], n.T), catches=("mask_only_causal_kept", "mask_of_batch_0")),
     window_per_head=dict(
-        why="head h sees h tokens before its own: head 0 gives each token its own value", sizes=SIZES,
+        why="head h sees h tokens before its own: head 0 gives each token its own value", sizes=SIZES, light=True,
         mask=lambda n: np.stack([window(n.T, n.T, h, 0) for h in range(n.H)])[None], catches=("mask_of_head_0",)),
     left_padding=dict(
         why="a causal mask over padding on the left leaves queries without keys", sizes=SIZES,
-        mask=lambda n: causal_of(n) & ~padding([0, 2], n.T), shows=lambda x, y: (y["o"][1, :2] == 0).all(),
+        mask=lambda n: kit.causal_of(n) & ~padding([0, 2], n.T), shows=lambda x, y: (y["o"][1, :2] == 0).all(),
         catches=("empty_row_nan", "empty_row_uniform", "masked_row_gradient_nan")),
     masked_nan=dict(
         why="NaN in padding, which neither asks nor is read", sizes=SIZES, mask=lambda n: real([3, 3], n),
-        change=lambda x: dict(x=np.where(np.arange(x["x"].shape[1])[:, None] >= 3, np.nan, x["x"])),
+        change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"])[:, 0], x, "x"),
         catches=("masked_nan_poison",)),
     biases=dict(
         why="a feature that is 1 makes the last rows of W biases: b_K does nothing, b_V adds b_V W_O", sizes=SIZES,

@@ -13,6 +13,7 @@ transformers keeps the W tokens in order of position and shifts them; W may leav
 """
 import numpy as np
 
+from .. import kit
 from ..core import per_head, sum_groups
 from ..masks import causal, grid, window
 from ..shapes import sizes
@@ -122,12 +123,7 @@ def masked(x, keep):
     y, n, W = line(**x), x["past_length"][:, None, None, None], x["ring_key"].shape[2]
     t, j = grid(*y["mask"].shape[2:])
     mask = np.broadcast_to(keep(n + t, n - W + j, n, W), y["mask"].shape)
-    return with_present(x, gqa.dense(**y | {"mask": mask})[0])
-
-
-def with_present(x, o):
-    """A wrong o beside right rings."""
-    return o, *dense(**x)[1:]
+    return kit.with_o(dense(**x), gqa.dense(**y | {"mask": mask})[0])
 
 
 def with_o(x, change):
@@ -177,7 +173,7 @@ BUGS = dict(
     garbage_read=("slots that no token has reached are read", lambda x: masked(
         x, lambda p, i, n, W: (p - W < i) & (i <= p))),
     slots_taken_for_positions=("slot j is taken for the j-th oldest token where the window is applied", lambda x:
-                               with_present(x, gqa.dense(**in_slot_order(x))[0])),
+                               kit.with_o(dense(**x), gqa.dense(**in_slot_order(x))[0])),
     slot_clamped=("once the ring is full the last slot takes every token", lambda x: placed(
         x, lambda p, t, W: np.minimum(p, W - 1))),
     slot_one_late=("position p goes to slot (p + 1) mod W", lambda x: placed(x, lambda p, t, W: (p + 1) % W)),
@@ -195,15 +191,15 @@ BUGS = dict(
     unused_slots_cleared=("slots without a token are set to 0", lambda x: with_o(x, lambda y: y * written(x))),
     cached_keys_scaled=("keys are scaled on their way into the ring, and the scores again", lambda x: dense(
         **x | {"k": x["scale"] * x["k"]})),
-    heads_tiled=("query head h reads kv head h mod Hkv", lambda x: with_present(
-        x, gqa.dense(**gqa.mha(line(**x), lambda h, Hq, Hkv: h % Hkv))[0])),
+    heads_tiled=("query head h reads kv head h mod Hkv", lambda x: kit.with_o(
+        dense(**x), gqa.dense(**gqa.mha(line(**x), lambda h, Hq, Hkv: h % Hkv))[0])),
     scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(
         **x | {"scale": x["q"].shape[3] ** -0.5})),
-    garbage_nan_poison=("0 * NaN: the value of a slot never written is read", lambda x: with_present(
-        x, gqa.weights(line(**x)) @ gqa.mha(line(**x))["v"])),
+    garbage_nan_poison=("0 * NaN: the value of a slot never written is read", lambda x: kit.with_o(
+        dense(**x), gqa.weights(line(**x)) @ gqa.mha(line(**x))["v"])),
     strides_ignored=("strided views are read as if they were contiguous", lambda x: dense(
-        **x | {name: gqa.memory_order(x[name]) for name in ARRAYS})),
+        **x | kit.changed(x, ARRAYS, kit.memory_order))),
 )
 
 
@@ -220,9 +216,9 @@ def shared(x, dkey, dvalue):
 
 VJP_BUGS = dict(
     group_gradient_last_head=("the last head of a group overwrites the gradients of the others", lambda x: shared(
-        x, *line_gradients(x, lambda d, Hkv: gqa.groups(d, Hkv)[:, :, -1]))),
+        x, *line_gradients(x, gqa.last_of_group))),
     group_gradient_mean=("gradients are means over the group instead of sums", lambda x: shared(
-        x, *line_gradients(x, lambda d, Hkv: gqa.groups(d, Hkv).mean(2)))),
+        x, *line_gradients(x, gqa.pool_heads))),
     present_cotangent_lost=("the gradient that comes through the rings after the call is lost", lambda x: vjp(
         **x | {name: 0 * x[name] for name in ("dpresent_key", "dpresent_value")})),
     past_detached=("cached keys get no gradient from the new queries", lambda x: dict(
@@ -234,21 +230,10 @@ VJP_BUGS = dict(
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
 )
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
-# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case catches or a property it shows.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=3, Hq=6, Hkv=2, T=5, W=8, dk=4, dv=7)
 NEUTRAL = dict(past_length=np.array([13, 5, 2]), scale=lambda n: n.dk ** -0.5)
-
-
-def nan_in_unwritten_slots(x):
-    unwritten = np.arange(x["ring_key"].shape[2])[:, None] >= x["past_length"][:, None, None, None]
-    return {name: np.where(unwritten, np.nan, x[name]) for name in ("ring_key", "ring_value")}
-
-
-def strided(x):
-    """The same numbers as views of (B, T, H, d) and (B, W, H, d) memory."""
-    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in ARRAYS}
 
 
 def without_ring(x, mask):
@@ -267,54 +252,54 @@ CASES = dict(
             "scale_missing", "group_gradient_last_head", "group_gradient_mean", "present_cotangent_lost",
             "past_detached", "overwritten_slot_keeps_gradient", "ring_gradient_in_order", "dq_scale_missing")),
     at_the_edge=dict(
-        why="one token at position W - 1, W and W + 1", sizes=SIZES | dict(T=1), past_length=np.array([7, 8, 9]),
+        why="one token at position W - 1, W and W + 1", sizes=SIZES | dict(T=1), light=True,
+        past_length=np.array([7, 8, 9]),
         catches=("slot_clamped", "window_plus_one", "read_before_write", "length_of_row_0")),
     before_the_edge=dict(
-        why="one token before the ring is full: the window does not bite yet", sizes=SIZES | dict(T=1),
+        why="one token before the ring is full: the window does not bite yet", sizes=SIZES | dict(T=1), light=True,
         past_length=np.array([6, 0, 3]), catches=("garbage_read", "slot_one_late", "length_of_longest_row")),
     new_ring=dict(
-        why="nothing seen yet and fewer tokens than slots: causal attention", sizes=SIZES,
+        why="nothing seen yet and fewer tokens than slots: causal attention", sizes=SIZES, light=True,
         past_length=np.array([0, 0, 0]), shows=lambda x, y: np.allclose(y["o"], without_ring(x, causal(5, 5)))),
     long_prompt=dict(
-        why="a first call longer than the window: sliding-window attention", sizes=SIZES | dict(W=3),
+        why="a first call longer than the window: sliding-window attention", sizes=SIZES | dict(W=3), light=True,
         past_length=np.array([0, 0, 0]),
         shows=lambda x, y: np.allclose(y["o"], without_ring(x, window(5, 5, left=2, right=0)))),
     long_call=dict(
         why="more new tokens than slots, after others: the ring turns more than once", sizes=SIZES | dict(W=3),
         past_length=np.array([4, 2, 3]), catches=("call_written_before_read", "present_in_order", "window_plus_one")),
     full_turn=dict(
-        why="T = W: the present is the new tokens, turned", sizes=SIZES | dict(T=8), past_length=np.array([8, 3, 0]),
+        why="T = W: the present is the new tokens, turned", sizes=SIZES | dict(T=8), light=True,
+        past_length=np.array([8, 3, 0]),
         shows=lambda x, y: (y["present_key"] == turn(x["k"], -x["past_length"])).all()),
     window_1=dict(
-        why="W = 1: a token sees itself alone, o is v", sizes=SIZES | dict(W=1),
+        why="W = 1: a token sees itself alone, o is v", sizes=SIZES | dict(W=1), light=True,
         shows=lambda x, y: (y["o"] == np.repeat(x["v"], 3, axis=1)).all()),
     window_2=dict(
-        why="W = 2: the token before and the token itself", sizes=SIZES | dict(W=2), past_length=np.array([1, 0, 4]),
-        catches=("window_plus_one", "window_minus_one", "slot_clamped")),
+        why="W = 2: the token before and the token itself", sizes=SIZES | dict(W=2), light=True,
+        past_length=np.array([1, 0, 4]), catches=("window_plus_one", "window_minus_one", "slot_clamped")),
     nan_in_unwritten_slots=dict(
         why="NaN in every slot that no token has reached", sizes=SIZES, past_length=np.array([2, 0, 6]),
-        change=nan_in_unwritten_slots, catches=("garbage_nan_poison", "garbage_read")),
+        change=lambda x: kit.nan_in_new_slots(x, ARRAYS[3:]), catches=("garbage_nan_poison", "garbage_read")),
     mha=dict(
-        why="Hkv = Hq: a ring for every head", sizes=SIZES | dict(Hkv=6, T=2),
+        why="Hkv = Hq: a ring for every head", sizes=SIZES | dict(Hkv=6, T=2), light=True,
         catches=("window_plus_one", "slot_one_late")),
     mqa=dict(
         why="Hkv = 1: one ring for all heads, gradients summed over all of them", sizes=SIZES | dict(Hkv=1, T=2),
         catches=("group_gradient_last_head",)),
     one_token=dict(
         why="one token in one slot: o is v", sizes=dict(B=1, Hq=1, Hkv=1, T=1, W=1, dk=1, dv=1),
-        past_length=np.array([0]), shows=lambda x, y: (y["o"] == x["v"]).all()),
+        past_length=np.array([0]), shows=kit.returns_v),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16),
-        shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16), light=True, shows=kit.narrow_values),
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75,
         catches=("scale_ignored", "cached_keys_scaled")),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and the newest key takes all the weight", sizes=SIZES, scale=0.5,
-        q=lambda n: np.full((n.B, n.Hq, n.T, n.dk), 160.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 160.0) + np.arange(x["k"].shape[2])[:, None]),
+        light=True, change=lambda x: kit.ramp(x, 160, 160, 1),
         shows=lambda x, y: np.allclose(y["o"], np.repeat(x["v"], 3, axis=1))),
     strided=dict(
-        why="rings and new tokens are views of (B, T, H, d) memory", sizes=SIZES, change=strided,
-        catches=("strides_ignored",)),
+        why="rings and new tokens are views of (B, T, H, d) memory", sizes=SIZES,
+        change=lambda x: kit.strided(x, ARRAYS), catches=("strides_ignored",)),
 )

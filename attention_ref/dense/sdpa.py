@@ -10,7 +10,8 @@ of V (here 0, lse -inf); the cap is applied after bias or mask; lse is in base 2
 """
 import numpy as np
 
-from ..core import per_head, softmax, sum_to, unread
+from .. import kit
+from ..core import per_head, per_row, softmax, sum_to, unread
 from ..masks import blocks, causal, graph, packed, padding, window
 from ..names import draw
 from ..shapes import sizes
@@ -37,11 +38,6 @@ def dense(q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=None):
     k, v = unread(k, mask), unread(v, mask)
     weights, lse = softmax(logits(q, k, bias, scale, softcap)[-1], mask, per_row(sink, q))
     return weights @ v, lse
-
-
-def per_row(sink, q):
-    """sink (H,) -> (H, 1, 1) in the number system of q, to stand beside scores (B, H, Tq, Tk)."""
-    return np.reshape(sink, (-1, 1, 1)).astype(q.dtype)
 
 
 def steps(q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=None):
@@ -113,14 +109,9 @@ def sink_of(x):
     return per_row(x["sink"], x["q"])
 
 
-def plain(a):
-    """a with 0 for NaN, so that a mistake which reads hidden keys is shown apart from what NaN there would do."""
-    return np.where(np.isnan(a), 0, a)
-
-
 def raw(x, scale):
     """scale q k^T and nothing else, hidden keys included."""
-    return scale * x["q"] @ plain(x["k"]).swapaxes(-1, -2)
+    return scale * x["q"] @ kit.plain(x["k"]).swapaxes(-1, -2)
 
 
 def cap(x, s):
@@ -136,27 +127,20 @@ def finish(x, a, mask=None, sink=None):
     """The rest of the formula after logits a, with another mask or sink if given."""
     mask = x["mask"] if mask is None else mask
     weights, lse = softmax(a, mask, sink_of(x) if sink is None else sink)
-    return weights @ plain(x["v"]), lse
+    return weights @ kit.plain(x["v"]), lse
 
 
 def finish_unguarded(x, a):
     """The same with a softmax as most code writes it: infinities go in, and a row of them is NaN."""
     m = np.maximum(a.max(-1, keepdims=True, initial=-np.inf), sink_of(x))
     e = np.exp(a - m)
-    return (e / (e.sum(-1, keepdims=True) + np.exp(sink_of(x) - m)) @ plain(x["v"]),)
+    return (e / (e.sum(-1, keepdims=True) + np.exp(sink_of(x) - m)) @ kit.plain(x["v"]),)
 
 
 def row_max(x):
     """The largest logit of each row (B, H, Tq, 1), 0 for a row without keys."""
     m = np.where(x["mask"], biased(x), -np.inf).max(-1, keepdims=True, initial=-np.inf)
     return np.where(m == -np.inf, 0, m)
-
-
-def sequential_sum(x):
-    """Numerator as it should be, denominator added up one key after the other."""
-    e = np.exp(np.where(x["mask"], biased(x) - row_max(x), -np.inf))
-    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(sink_of(x) - row_max(x))
-    return (e @ plain(x["v"]) / np.where(z == 0, 1, z),)
 
 
 def leaky_cap(x, scores, bias):
@@ -176,45 +160,9 @@ def lowest(x):
     return np.where(x["mask"], 0, np.finfo(x["q"].dtype).min).astype(x["q"].dtype)
 
 
-def lengths(x):
-    return x["q"].shape[2], x["k"].shape[2]
-
-
-def causal_part(x):
-    """The causal mask (bottom right) if no query sees a key after its position, else no mask."""
-    keep = causal(*lengths(x))
-    return np.array(True) if (x["mask"] & ~keep).any() else keep
-
-
-def from_top_left(x):
-    """The mask, or the causal mask of the other anchor where it is causal."""
-    return x["mask"] if causal_part(x).ndim == 0 else causal(*lengths(x), "top-left")
-
-
-def empty(x):
-    """(B?, H?, Tq, 1) True for a query that may attend to nothing."""
-    return ~np.broadcast_to(x["mask"], x["mask"].shape[:2] + lengths(x)).any(-1, keepdims=True)
-
-
-def mask_of_another_head(x):
-    """Head h of batch entry b takes the mask of batch entry (h B + b) // H: heads folded first, masks batch first."""
-    B, H = x["q"].shape[:2]
-    b, h = np.ogrid[:B, :H]
-    return np.broadcast_to(x["mask"], (B, H) + x["mask"].shape[2:])[(h * B + b) // H, h]
-
-
-def contiguous(a):
-    """The numbers as they lie in memory, read as if the array were contiguous."""
-    return a.ravel(order="K").reshape(a.shape)
-
-
 def over_queries(x):
     a, mask = biased(x).swapaxes(-1, -2), x["mask"].swapaxes(-1, -2)
-    return (softmax(a, mask)[0].swapaxes(-1, -2) @ plain(x["v"]),)
-
-
-def mean_value(x):
-    return plain(x["v"]).sum(-2, keepdims=True) / max(1, x["v"].shape[2])
+    return (softmax(a, mask)[0].swapaxes(-1, -2) @ kit.plain(x["v"]),)
 
 
 BUGS = dict(
@@ -231,7 +179,7 @@ BUGS = dict(
     bias_before_scale=("the bias is scaled together with the scores",
                        lambda x: finish(x, cap(x, raw(x, x["scale"]) + x["scale"] * x["bias"]))),
     exp2_bias_not_rescaled=("exp2 with log2(e) in the scores but not in the bias",
-                            lambda x: but(x, bias=x["bias"] * float(np.log(2)))),
+                            lambda x: but(x, bias=x["bias"] * kit.LN2)),
     softcap_dropped=("the soft cap is accepted and never used", lambda x: but(x, softcap=None)),
     softcap_before_scale=("the cap acts on q k^T before it is scaled",
                           lambda x: finish(x, x["scale"] * cap(x, raw(x, 1.0)) + x["bias"])),
@@ -243,31 +191,30 @@ BUGS = dict(
                                  lambda x: leaky_cap(x, raw(x, x["scale"]) + x["bias"], 0 * x["bias"])),
     mask_dropped=("the mask is ignored", lambda x: but(x, mask=np.array(True))),
     mask_only_causal_kept=("padding or sequence borders are ignored, the causal part is kept",
-                           lambda x: but(x, mask=causal_part(x))),
+                           lambda x: but(x, mask=kit.causal_part(x))),
     mask_polarity=("True is read as masked", lambda x: but(x, mask=~x["mask"])),
     mask_added_as_0_1=("the boolean mask is added to the scores as 0 and 1",
                        lambda x: finish(x, biased(x) + x["mask"], np.array(True))),
     mask_carries_a_constant=("kept entries get 1 added instead of 0: seen in lse",
                              lambda x: but(x, bias=x["bias"] + 1)),
     mask_after_softmax=("softmax over all keys, then weights times mask: rows do not sum to one", lambda x: (
-        softmax(biased(x), True, sink_of(x))[0] * x["mask"] @ plain(x["v"]),)),
+        softmax(biased(x), True, sink_of(x))[0] * x["mask"] @ kit.plain(x["v"]),)),
     mask_of_head_0=("the mask of head 0 serves every head", lambda x: but(x, mask=x["mask"][:, :1])),
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: but(x, mask=x["mask"][:1])),
     mask_head_batch_order=("heads are folded before the batch, masks after it",
-                           lambda x: but(x, mask=mask_of_another_head(x))),
+                           lambda x: but(x, mask=kit.of_another_head(x["mask"], *x["q"].shape[:2]))),
     causal_top_left=("the causal diagonal starts at the top left instead of the bottom right",
-                     lambda x: but(x, mask=from_top_left(x))),
+                     lambda x: but(x, mask=kit.from_top_left(x))),
     causal_implied=("no mask is taken to mean causal",
-                    lambda x: but(x, mask=causal(*lengths(x), "top-left") if x["mask"].all() else x["mask"])),
-    empty_row_nan=("a row without keys is 0/0", lambda x: (np.where(empty(x), np.nan, dense(**x)[0]),)),
+                    lambda x: but(x, mask=causal(*kit.lengths(x), "top-left") if x["mask"].all() else x["mask"])),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)[:1]),
     empty_row_uniform=("a row without keys gives the mean of all values",
-                       lambda x: (np.where(empty(x), mean_value(x), dense(**x)[0]),)),
+                       lambda x: kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1]),
     empty_row_lse_zero=("lse of a row without keys is 0",
-                        lambda x: (dense(**x)[0], np.where(dense(**x)[1] == -np.inf, 0, dense(**x)[1]))),
+                        lambda x: kit.at_empty_rows(dense(**x), lse=0)),
     minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)",
-                         lambda x: (dense(**x)[0], np.where(dense(**x)[1] == -np.inf, np.nan, dense(**x)[1]))),
-    masked_nan_poison=("0 * NaN: a masked value is read",
-                       lambda x: (softmax(biased(x), x["mask"], sink_of(x))[0] @ x["v"],)),
+                         lambda x: kit.at_empty_rows(dense(**x), lse=np.nan)),
+    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ x["v"],)),
     overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too",
                                lambda x: finish(x, np.where(x["mask"], biased(x), 0), np.array(True))),
     sentinel_does_not_fit=("-1e9 in place of a masked score is -inf in float16: NaN where it was uniform",
@@ -276,16 +223,16 @@ BUGS = dict(
                                  lambda x: finish_unguarded(x, biased(x) + np.where(x["mask"], 0, sentinel(x)))),
     sentinel_plus_score=("the lowest number is added to a score and rounds to -inf",
                          lambda x: finish_unguarded(x, biased(x) + lowest(x))),
-    low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", sequential_sum),
-    value_width_from_keys=("the loop over value channels stops at dk", lambda x: (
-        dense(**x)[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]), dense(**x)[1])),
+    low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", lambda x: (
+        kit.sequential_softmax(np.where(x["mask"], biased(x), -np.inf), x["v"], sink_of(x)),)),
+    value_width_from_keys=("the loop over value channels stops at dk", lambda x: kit.width_of_keys(x, dense(**x))),
     strides_ignored=("a strided view is read as if it were contiguous",
-                     lambda x: but(x, **{name: contiguous(x[name]) for name in "qkv"})),
+                     lambda x: but(x, **kit.changed(x, "qkv", kit.memory_order))),
     sink_ignored=("the sink is not in the denominator", lambda x: but(x, sink=x["sink"] - np.inf)),
     sink_scaled=("the sink logit is multiplied by scale", lambda x: but(x, sink=x["scale"] * x["sink"])),
     sink_not_shifted=("exp(sink) is added to a sum of exp(score - max)",
                       lambda x: finish(x, biased(x), sink=sink_of(x) + row_max(x))[:1]),
-    lse_base_2=("lse is a base-2 logarithm", lambda x: (dense(**x)[0], dense(**x)[1] / float(np.log(2)))),
+    lse_base_2=("lse is a base-2 logarithm", lambda x: kit.lse_in_base_2(dense(**x))),
     lse_without_max=("the row maximum is not added back to lse",
                      lambda x: (dense(**x)[0], dense(**x)[1] - row_max(x)[..., 0])),
     lse_without_bias=("lse is of the scores before the bias",
@@ -299,13 +246,9 @@ def score_gradient(x):
     return vjp(**x | {"bias": x["bias"] + 0 * raw(x, 1.0)})["dbias"]
 
 
-def without_row_term(x):
-    p = softmax(biased(x), x["mask"], sink_of(x))[0]
-    return p * (x["do"] @ plain(x["v"]).swapaxes(-1, -2))
-
-
-def dq_from(x, ds):
-    return dict(dq=x["scale"] * ds @ plain(x["k"]))
+def weights(x):
+    """The right weights."""
+    return softmax(biased(x), x["mask"], sink_of(x))[0]
 
 
 def first_slice(x):
@@ -313,48 +256,28 @@ def first_slice(x):
 
 
 VJP_BUGS = dict(
-    jacobian_term_missing=("dS = P dP without the row term", lambda x: dq_from(x, without_row_term(x))),
+    jacobian_term_missing=("dS = P dP without the row term", lambda x: dict(
+        dq=kit.without_row_term(weights(x), x["do"], x["k"], x["v"], x["scale"]))),
     dq_scale_missing=("dQ is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
     dk_scale_missing=("dK is not multiplied by scale", lambda x: dict(dk=vjp(**x)["dk"] / x["scale"])),
     softcap_derivative_missing=("the factor 1 - tanh^2 of the cap is left out",
-                                lambda x: dq_from(x, score_gradient(x))),
+                                lambda x: dict(dq=x["scale"] * score_gradient(x) @ kit.plain(x["k"]))),
     bias_gradient_not_reduced=("dbias is a slice, not the sum, over the axes along which bias was broadcast",
                                lambda x: dict(dbias=first_slice(x))),
     masked_row_gradient_nan=("0 * NaN in the backward of a row without keys",
-                             lambda x: dict(dq=np.where(empty(x), np.nan, vjp(**x)["dq"]))),
+                             lambda x: dict(dq=np.where(kit.empty_rows(x["mask"]), np.nan, vjp(**x)["dq"]))),
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
     dlse_sign=("the gradient through lse has the wrong sign", lambda x: vjp(**x | {"dlse": -x["dlse"]})),
     dsink_missing=("the sink gets no gradient", lambda x: dict(dsink=0 * vjp(**x)["dsink"])),
 )
 
-# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs: a value, a function of the sizes n,
-# or `change`, a function of the drawn inputs x. The why is proved by mistakes the case must catch or by a property it
-# shows. A light case has outputs only.
+# Cases: a name -> why it exists, its sizes, and what differs from the drawn inputs; a light case has outputs only.
 
 SIZES = dict(B=2, H=3, Tq=5, Tk=6, dk=4, dv=7)
-NEUTRAL = dict(mask=lambda n: np.ones((1, 1, n.Tq, n.Tk), bool), bias=np.zeros((1, 1, 1, 1)), sink=np.array([-np.inf]),
-               scale=lambda n: n.dk ** -0.5, softcap=None)
+NEUTRAL = dict(mask=kit.no_mask, bias=np.zeros((1, 1, 1, 1)), sink=np.array([-np.inf]), scale=lambda n: n.dk ** -0.5,
+               softcap=None)
 EDGES = [(0, 1), (2, 1), (3, 1), (1, 2), (4, 2), (0, 4), (4, 4), (3, 0)]
 PATTERN = np.array([[[1, 0], [0, 1]], [[0, 1], [1, 1]], [[1, 1], [1, 0]]], bool)
-
-
-def but_row_1(n):
-    """Every pair but those of query 1."""
-    return np.repeat(np.arange(n.Tq)[:, None] != 1, n.Tk, axis=1)[None, None]
-
-
-def causal_of(n, anchor="bottom-right"):
-    return causal(n.Tq, n.Tk, anchor)[None, None]
-
-
-def nan_in_last_keys(x):
-    hidden = np.arange(x["k"].shape[2])[:, None] >= 3
-    return dict(k=np.where(hidden, np.nan, x["k"]), v=np.where(hidden, np.nan, x["v"]))
-
-
-def strided(x):
-    """The same numbers as views of (B, T, H, d) memory."""
-    return {name: np.ascontiguousarray(x[name].swapaxes(1, 2)).swapaxes(1, 2) for name in "qkv"}
 
 
 CASES = dict(
@@ -363,66 +286,61 @@ CASES = dict(
         catches=("softmax_over_queries", "scale_missing", "scale_applied_twice", "scale_by_d_model",
                  "scale_by_num_heads", "value_width_from_keys", "lse_base_2", "lse_without_max", "causal_implied")),
     one_token=dict(
-        why="a single key has weight 1: o is v", sizes=dict(B=1, H=1, Tq=1, Tk=1, dk=1, dv=1),
-        shows=lambda x, y: (y["o"] == x["v"]).all()),
+        why="a single key has weight 1: o is v", sizes=dict(B=1, H=1, Tq=1, Tk=1, dk=1, dv=1), shows=kit.returns_v),
     one_key=dict(
-        why="with one key every query returns its value", sizes=SIZES | dict(Tk=1),
-        shows=lambda x, y: (y["o"] == x["v"]).all()),
+        why="with one key every query returns its value", sizes=SIZES | dict(Tk=1), light=True, shows=kit.returns_v),
     no_keys=dict(
-        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0),
-        shows=lambda x, y: (y["o"] == 0).all() and (y["lse"] == -np.inf).all()),
+        why="Tk = 0 is legal: o = 0, lse = -inf", sizes=SIZES | dict(Tk=0), shows=kit.sees_nothing),
     narrow_values=dict(
-        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4),
-        shows=lambda x, y: y["o"].shape[3] < x["k"].shape[3]),
+        why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True, shows=kit.narrow_values),
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
     causal_wide=dict(
-        why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), mask=causal_of,
+        why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), mask=kit.causal_of,
         conventions=dict(causal="bottom-right"),
         catches=("causal_top_left", "mask_dropped", "mask_after_softmax", "mask_added_as_0_1",
                  "overflow_clean_up_unmasks", "mask_polarity")),
     causal_tall=dict(
-        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tq=8), mask=causal_of,
-        conventions=dict(causal="bottom-right"),
+        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tq=8), light=True,
+        mask=kit.causal_of, conventions=dict(causal="bottom-right"),
         shows=lambda x, y: (y["o"][:, :, :2] == 0).all() and (y["lse"][:, :, :2] == -np.inf).all()),
     causal_top_left=dict(
-        why="the other anchor, as torch, jax and ONNX read is_causal", sizes=SIZES | dict(Tk=8),
-        mask=lambda n: causal_of(n, "top-left"), conventions=dict(causal="top-left"),
+        why="the other anchor, as torch, jax and ONNX read is_causal", sizes=SIZES | dict(Tk=8), light=True,
+        mask=lambda n: kit.causal_of(n, "top-left"), conventions=dict(causal="top-left"),
         shows=lambda x, y: (y["o"][:, :, 0] == x["v"][:, :, 0]).all()),
     padding=dict(
-        why="batch entries of different length", sizes=SIZES, mask=lambda n: padding([3, 5], n.Tk),
+        why="batch entries of different length", sizes=SIZES, light=True, mask=lambda n: padding([3, 5], n.Tk),
         catches=("mask_of_batch_0", "mask_head_batch_order")),
     causal_and_padding=dict(
-        why="two masks at once, with an empty row", sizes=SIZES | dict(Tq=8),
-        mask=lambda n: causal_of(n) & padding([3, 5], n.Tk), conventions=dict(causal="bottom-right"),
+        why="two masks at once, with an empty row", sizes=SIZES | dict(Tq=8), light=True,
+        mask=lambda n: kit.causal_of(n) & padding([3, 5], n.Tk), conventions=dict(causal="bottom-right"),
         catches=("mask_only_causal_kept",)),
     window=dict(
-        why="a window with left 1, right 1 and dilation 2", sizes=SIZES | dict(Tq=6, Tk=8),
+        why="a window with left 1, right 1 and dilation 2", sizes=SIZES | dict(Tq=6, Tk=8), light=True,
         mask=lambda n: window(n.Tq, n.Tk, 1, 1, dilation=2)[None, None],
         conventions=dict(window="keys beside the query's own", anchor="bottom-right"),
         shows=lambda x, y: np.ptp(x["mask"].sum(-1)) > 0 and (x["mask"].sum(-1) <= 3).all()),
     blocks_per_head=dict(
-        why="a block mask that differs from head to head, last block short", sizes=SIZES,
+        why="a block mask that differs from head to head, last block short", sizes=SIZES, light=True,
         mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None], catches=("mask_of_head_0",)),
     graph=dict(
-        why="a directed graph with a node that sees nobody", sizes=SIZES | dict(Tk=5),
+        why="a directed graph with a node that sees nobody", sizes=SIZES | dict(Tk=5), light=True,
         mask=lambda n: graph(EDGES, n.Tq)[None, None],
         shows=lambda x, y: (y["o"][:, :, 3] == 0).all() and (y["o"][:, :, 1] != 0).any()),
     packed=dict(
-        why="two sequences in one row must not see each other", sizes=SIZES | dict(Tk=5),
-        mask=lambda n: causal_of(n) & packed([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]), catches=("mask_only_causal_kept",)),
+        why="two sequences in one row must not see each other", sizes=SIZES | dict(Tk=5), light=True,
+        mask=lambda n: kit.causal_of(n) & packed([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]), catches=("mask_only_causal_kept",)),
     empty_row=dict(
-        why="a row without keys among others", sizes=SIZES, mask=but_row_1,
+        why="a row without keys among others", sizes=SIZES, mask=kit.but_row_1,
         catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "minus_inf_minus_inf",
                  "sentinel_does_not_fit", "sentinel_added_does_not_fit")),
     empty_row_low_scores=dict(
-        why="a mask value added to scores of -32 rounds to -inf in float16", sizes=SIZES, mask=but_row_1, scale=0.5,
-        q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 4.0),
-        change=lambda x: dict(k=np.full_like(x["k"], -4.0) - np.arange(x["k"].shape[2])[:, None] / 8),
+        why="a mask value added to scores of -32 rounds to -inf in float16", sizes=SIZES, light=True,
+        mask=kit.but_row_1, scale=0.5, change=lambda x: kit.ramp(x, 4, -4, -1 / 8),
         shows=lambda x, y: (x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2) <= -32).all()),
     masked_nan=dict(
         why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([3, 3], n.Tk),
-        change=nan_in_last_keys, catches=("masked_nan_poison",)),
+        change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"]), x), catches=("masked_nan_poison",)),
     bias_full=dict(
         why="a bias for every pair", sizes=SIZES, bias=lambda n: draw("bias", (n.B, n.H, n.Tq, n.Tk)),
         catches=("bias_ignored", "bias_before_scale", "exp2_bias_not_rescaled", "lse_without_bias",
@@ -436,20 +354,20 @@ CASES = dict(
         bias=lambda n: draw("bias", (n.B, 1, 1, n.Tk)),
         catches=("bias_gradient_not_reduced",)),
     bias_per_query=dict(
-        why="a constant added to a row moves lse and nothing else", sizes=SIZES,
+        why="a constant added to a row moves lse and nothing else", sizes=SIZES, light=True,
         bias=lambda n: draw("bias", (1, 1, n.Tq, 1)),
         catches=("lse_without_bias",)),
     softcap=dict(
-        why="a cap of 1 under a causal mask and a bias", sizes=SIZES | dict(Tk=8), mask=causal_of, softcap=1.0,
+        why="a cap of 1 under a causal mask and a bias", sizes=SIZES | dict(Tk=8), mask=kit.causal_of, softcap=1.0,
         bias=lambda n: draw("bias", (1, n.H, n.Tq, n.Tk)), conventions=dict(causal="bottom-right"),
         catches=("softcap_dropped", "softcap_before_scale", "softcap_after_bias", "softcap_after_mask",
                  "softcap_after_additive_mask", "softcap_derivative_missing")),
     sink=dict(
-        why="one sink logit per head in the denominator", sizes=SIZES | dict(Tk=8), mask=causal_of,
+        why="one sink logit per head in the denominator", sizes=SIZES | dict(Tk=8), mask=kit.causal_of,
         sink=lambda n: draw("sink", (n.H,)) + 1, conventions=dict(causal="bottom-right"),
         catches=("sink_ignored", "sink_scaled", "sink_not_shifted", "lse_without_sink", "dsink_missing")),
     sink_and_empty_row=dict(
-        why="with a sink a row without keys is regular: o = 0, lse = sink", sizes=SIZES, mask=but_row_1,
+        why="with a sink a row without keys is regular: o = 0, lse = sink", sizes=SIZES, mask=kit.but_row_1,
         sink=lambda n: draw("sink", (n.H,)) + 1, shows=lambda x, y: (y["lse"][:, :, 1] == x["sink"]).all()),
     everything=dict(
         why="mask per head and batch entry, bias, cap and sink at once", sizes=SIZES | dict(Tk=8), softcap=2.0,
@@ -458,14 +376,14 @@ CASES = dict(
         catches=("mask_of_head_0", "mask_of_batch_0", "sink_scaled", "softcap_after_mask")),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
-        q=lambda n: np.full((n.B, n.H, n.Tq, n.dk), 160.0),
-        change=lambda x: dict(k=np.full_like(x["k"], 160.0) - np.arange(x["k"].shape[2])[:, None]),
+        change=lambda x: kit.ramp(x, 160, 160, -1),
         shows=lambda x, y: (x["q"] @ x["k"].swapaxes(-1, -2)).max() > 65504 and np.allclose(y["o"], x["v"][:, :, :1])),
     many_keys=dict(
         why="8192 equal weights, exact in every type: a float16 sum that grows one by one stops at 2048", light=True,
-        sizes=dict(B=1, H=1, Tq=2, Tk=8192, dk=1, dv=2),
+        sizes=dict(B=1, H=1, Tq=1, Tk=8192, dk=1, dv=1),
         change=lambda x: dict(q=0 * x["q"], v=1 + x["v"] % 2),
         shows=lambda x, y: np.allclose(y["lse"], np.log(8192))),
     strided=dict(
-        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=strided, catches=("strides_ignored",)),
+        why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=kit.strided,
+        catches=("strides_ignored",)),
 )

@@ -1,0 +1,163 @@
+"""What the mistakes and cases of several variants share.
+
+x are the inputs of a case by name, y = (o, lse) right outputs, n the sizes of a case. No form and no vjp is built on
+these: a formula stays one independent text in one file.
+"""
+import numpy as np
+
+from .masks import causal
+
+LN2 = float(np.log(2))
+
+
+# Masks of cases
+
+def lengths_of(n):
+    """(Tq, Tk); (T, T) where one sequence attends to itself."""
+    return (n.T, n.T) if hasattr(n, "T") else (n.Tq, n.Tk)
+
+
+def no_mask(n):
+    """(1, 1, Tq, Tk) every pair."""
+    return np.ones((1, 1, *lengths_of(n)), bool)
+
+
+def causal_of(n, anchor="bottom-right"):
+    """(1, 1, Tq, Tk) the causal mask."""
+    return causal(*lengths_of(n), anchor)[None, None]
+
+
+def but_row_1(n):
+    """(1, 1, Tq, Tk) every pair but those of query 1."""
+    return no_mask(n) & (np.arange(lengths_of(n)[0])[:, None] != 1)
+
+
+# Inputs of cases
+
+def changed(x, names, change):
+    """Those of the named inputs that x has, changed."""
+    return {name: change(x[name]) for name in names if name in x}
+
+
+def strided(x, names="qkv", axes=(1, 2)):
+    """The same numbers as views of memory in which two axes are exchanged: (B, T, H, d) for q, k and v."""
+    return changed(x, names, lambda a: np.ascontiguousarray(a.swapaxes(*axes)).swapaxes(*axes))
+
+
+def nan_where(hidden, x, names="kv"):
+    """The named inputs with NaN where hidden, which broadcasts to them, is True."""
+    return changed(x, names, lambda a: np.where(hidden, np.nan, a))
+
+
+def nan_in_new_slots(x, names):
+    """The named caches with NaN in every slot, from past_length on, that holds no token before the call."""
+    slots = np.arange(x[names[0]].shape[2])[:, None]
+    return nan_where(slots >= x["past_length"][:, None, None, None], x, names)
+
+
+def ramp(x, q, k, step):
+    """Queries that are q and keys that are k + step j in every channel: scores rise or fall along the keys."""
+    return dict(q=np.full_like(x["q"], q), k=np.full_like(x["k"], k) + step * np.arange(x["k"].shape[2])[:, None])
+
+
+# Properties of cases
+
+def returns_v(x, y):
+    """o is v."""
+    return (y["o"] == x["v"]).all()
+
+
+def sees_nothing(x, y):
+    """Every row is as one without keys: o = 0, lse = -inf."""
+    return (y["o"] == 0).all() and (y["lse"] == -np.inf).all()
+
+
+def narrow_values(x, y):
+    """dv is smaller than dk."""
+    return y["o"].shape[3] < x["k"].shape[3]
+
+
+# What mistakes read
+
+def lengths(x):
+    """(Tq, Tk)."""
+    return x["q"].shape[2], x["k"].shape[2]
+
+
+def plain(a):
+    """a with 0 for NaN, so that a mistake which reads hidden keys is shown apart from what NaN there would do."""
+    return np.where(np.isnan(a), 0, a)
+
+
+def mean_value(v):
+    """The mean over all keys (..., 1, dv), hidden ones included."""
+    return plain(v).sum(-2, keepdims=True) / max(1, v.shape[-2])
+
+
+def memory_order(a):
+    """The numbers as they lie in memory, read as if the array were contiguous."""
+    return a.ravel(order="K").reshape(a.shape)
+
+
+def hidden_keys(mask):
+    """(..., Tk, 1) True for a key that no query may attend to."""
+    return ~mask.any(-2)[..., None]
+
+
+def empty_rows(mask):
+    """(..., Tq, 1) True for a query that may attend to nothing."""
+    return ~mask.any(-1, keepdims=True)
+
+
+def causal_part(x):
+    """The causal mask (bottom right) if no query sees a key after its position, else no mask."""
+    keep = causal(*lengths(x))
+    return np.array(True) if (x["mask"] & ~keep).any() else keep
+
+
+def from_top_left(x):
+    """The mask, or the causal mask of the other anchor where it is causal."""
+    return x["mask"] if causal_part(x).ndim == 0 else causal(*lengths(x), "top-left")
+
+
+def of_another_head(mask, B, H):
+    """Head h of batch entry b gets the mask of batch entry (h B + b) // H: heads folded first, masks batch first."""
+    b, h = np.ogrid[:B, :H]
+    return np.broadcast_to(mask, (B, H) + mask.shape[2:])[(h * B + b) // H, h]
+
+
+# What mistakes give
+
+def with_o(y, o):
+    """A wrong o beside the other outputs, right."""
+    return o, *y[1:]
+
+
+def at_empty_rows(y, o=0, lse=-np.inf):
+    """Right outputs, but for other numbers in the rows without keys and sink: lse = -inf there."""
+    empty = y[1] == -np.inf
+    return np.where(empty[..., None], o, y[0]), np.where(empty, lse, y[1])
+
+
+def lse_in_base_2(y):
+    """Right outputs, but for lse, which is a base-2 logarithm."""
+    return y[0], y[1] / LN2
+
+
+def width_of_keys(x, y):
+    """Right outputs, but for the channels of o from dk on, which stay 0."""
+    return with_o(y, y[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]))
+
+
+def sequential_softmax(s, v, sink):
+    """o for logits s, -inf where masked, with the row sum added up one key after the other in the type of s."""
+    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+    m = np.where(m == -np.inf, 0, m)
+    e = np.exp(s - m)
+    z = np.add.accumulate(e, axis=-1).max(-1, keepdims=True, initial=0) + np.exp(sink - m)
+    return e @ plain(v) / np.where(z == 0, 1, z)
+
+
+def without_row_term(p, do, k, v, scale):
+    """dq for the weights p when dS = P dP lacks its row term."""
+    return scale * (p * (do @ plain(v).swapaxes(-1, -2))) @ plain(k)
