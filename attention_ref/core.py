@@ -24,7 +24,7 @@ def softmax(s, mask=True, sink=-np.inf):
     s = np.where(mask, s, -np.inf)
     sink = np.asarray(sink, s.dtype)
     m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
-    m = np.where(m == -np.inf, 0, m)
+    m = np.where(m.real == -np.inf, 0, m)
     e = np.exp(s - m)
     z = e.sum(-1, keepdims=True) + np.exp(sink - m)
     empty = z == 0

@@ -6,6 +6,7 @@
     "D H*dk"                 an axis whose size is a product
     ""                       a number
     "int" "int =H" "int >=1" an integer; an integer equal to the size H; one that is not below 1
+    "optional >0"            a number above 0, or None
     "int B >=0 <=Tk"         integers from 0 to the size Tk, which an earlier argument has
     "str a|b"                one of the words a and b
     "optional", "optional str", "optional H"     None is allowed
@@ -26,6 +27,7 @@ class Spec(NamedTuple):
     open: tuple         # True where the axis may be 1
     equals: str         # the size that an integer must equal, or ""
     least: float        # the smallest value that is allowed
+    above: float        # what every value must exceed
     most: str           # the size that no value may exceed, or ""
     choices: tuple      # the words that are allowed, () if any
     optional: bool
@@ -41,9 +43,10 @@ def parse(text):
     equals = words.pop()[1:] if words and words[0].startswith("=") else ""
     most = words.pop()[2:] if words and words[-1].startswith("<=") else ""
     least = float(words.pop()[2:]) if words and words[-1].startswith(">=") else 1.0 if equals else -np.inf
+    above = float(words.pop()[1:]) if words and words[-1].startswith(">") else -np.inf
     choices = tuple(words.pop().split("|")) if kind == "str" and words else ()
     axes, may_be_1 = tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words)
-    return Spec(kind, axes, may_be_1, equals, least, most, choices, optional)
+    return Spec(kind, axes, may_be_1, equals, least, above, most, choices, optional)
 
 
 def sizes(schema, arguments):
@@ -85,6 +88,8 @@ def _check_domain(name, spec, value, found):
         raise ValueError(f"{name}: expected {' or '.join(map(repr, spec.choices))}, got {value!r}")
     if spec.least > -np.inf and np.size(value) and np.min(value) < spec.least:
         raise ValueError(f"{name}: expected numbers >= {spec.least:g}, got {np.min(value)}")
+    if spec.above > -np.inf and not np.min(value) > spec.above:
+        raise ValueError(f"{name}: expected numbers > {spec.above:g}, got {np.min(value)}")
     if spec.most and np.size(value) and np.max(value) > found[spec.most]:
         raise ValueError(f"{name}: expected numbers <= {spec.most} = {found[spec.most]}, got {np.max(value)}")
 

@@ -139,8 +139,8 @@ plot.save(figure, "01_scaled_dot_product_by_hand", """Four maps of two queries b
 # `unread`, which puts zeros where nobody looks, because $0 \cdot \mathrm{NaN}$ is NaN.
 
 # %%
-plot.show(sdpa, "logits", "dense", "per_row")
-plot.show(core, "softmax", "unread")
+plot.show(sdpa, "logits", "dense")
+plot.show(core, "softmax", "per_row", "unread")
 
 # %% [markdown]
 # The second form is written to be carried to another language: scalars, one head, one query at a time. It touches no

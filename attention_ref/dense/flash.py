@@ -438,10 +438,10 @@ CASES = dict(
                  "diagonal_tile_unmasked")),
     causal_tall=dict(
         why="Tq > Tk at the bottom right: a whole tile of queries sees nothing", sizes=SIZES | dict(Tq=13, Tk=8),
-        light=True, mask=kit.causal_of, conventions=dict(causal="bottom-right"),
+        mask=kit.causal_of, conventions=dict(causal="bottom-right"),
         catches=("empty_row_nan", "empty_part_lse_zero", "causal_top_left")),
     first_tile_masked=dict(
-        why="rows whose first keys come with the second or third tile", sizes=SIZES, light=True, mask=later_and_later,
+        why="rows whose first keys come with the second or third tile", sizes=SIZES, mask=later_and_later,
         catches=("first_tile_nan", "empty_part_lse_zero", "empty_part_lse_plus_inf")),
     empty_row=dict(
         why="a row without keys in any tile", sizes=SIZES, mask=kit.but_row_1,

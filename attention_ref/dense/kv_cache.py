@@ -291,7 +291,7 @@ CASES = dict(
         sizes=SIZES, light=True, past_length=np.array([0, 4, 3]), chunk_size=4,
         catches=("length_of_row_0", "slot_one_late", "past_ignored", "chunk_over_chunk")),
     one_new_token=dict(
-        why="one query: from the top left it would see slot 0 alone", sizes=SIZES | dict(T=1),
+        why="one query: from the top left it would see slot 0 alone", sizes=SIZES | dict(T=1), light=True,
         past_length=np.array([5, 8, 0]), catches=("causal_top_left", "read_before_write", "garbage_read")),
     empty_cache=dict(
         why="prefill in one chunk: with nothing cached the call is causal attention", sizes=SIZES, light=True,

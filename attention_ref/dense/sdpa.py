@@ -17,10 +17,11 @@ from ..names import draw
 from ..shapes import sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", mask="bool B? H? Tq? Tk?", bias="B? H? Tq? Tk?", sink="H?",
-              scale="", softcap="optional")
+              scale="", softcap="optional >0")
 OUTPUTS = dict(o="B H Tq dv", lse="B H Tq")
 STEPS = dict(scores="B H Tq Tk", capped="B H Tq Tk", biased="B H Tq Tk", weights="B H Tq Tk")
-CONVENTIONS = dict(mask="True = may attend", empty_row="o = 0, lse = -inf, gradients 0", softcap="before bias and mask",
+CONVENTIONS = dict(mask="True = may attend", softcap="before bias and mask",
+                   empty_row="o = 0, lse = -inf, gradients 0; with a sink lse = sink, which alone has a gradient",
                    lse="natural log, of capped and biased scores, sink included", layout="B H T d",
                    masked_values="a key that no query may attend to is never read")
 
@@ -175,7 +176,7 @@ BUGS = dict(
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: but(x, scale=x["q"].shape[3] ** -0.5)),
     score_overflow=("q k^T is formed before it is scaled and overflows float16",
                     lambda x: finish(x, cap(x, x["scale"] * raw(x, 1.0)) + x["bias"])),
-    bias_ignored=("the bias is never added", lambda x: but(x, bias=0 * x["bias"])),
+    bias_ignored=("the bias is never added", lambda x: but(x, bias=np.zeros_like(x["bias"]))),
     bias_before_scale=("the bias is scaled together with the scores",
                        lambda x: finish(x, cap(x, raw(x, x["scale"]) + x["scale"] * x["bias"]))),
     exp2_bias_not_rescaled=("exp2 with log2(e) in the scores but not in the bias",
@@ -188,7 +189,7 @@ BUGS = dict(
     softcap_after_mask=("a masked score of -inf becomes -softcap and leaks",
                         lambda x: leaky_cap(x, raw(x, x["scale"]), x["bias"])),
     softcap_after_additive_mask=("bias and mask are added before the cap: -inf becomes -softcap and leaks",
-                                 lambda x: leaky_cap(x, raw(x, x["scale"]) + x["bias"], 0 * x["bias"])),
+                                 lambda x: leaky_cap(x, raw(x, x["scale"]) + x["bias"], np.zeros_like(x["bias"]))),
     mask_dropped=("the mask is ignored", lambda x: but(x, mask=np.array(True))),
     mask_only_causal_kept=("padding or sequence borders are ignored, the causal part is kept",
                            lambda x: but(x, mask=kit.causal_part(x))),
@@ -236,7 +237,7 @@ BUGS = dict(
     lse_without_max=("the row maximum is not added back to lse",
                      lambda x: (dense(**x)[0], dense(**x)[1] - row_max(x)[..., 0])),
     lse_without_bias=("lse is of the scores before the bias",
-                      lambda x: (dense(**x)[0], but(x, bias=0 * x["bias"])[1])),
+                      lambda x: (dense(**x)[0], but(x, bias=np.zeros_like(x["bias"]))[1])),
     lse_without_sink=("lse leaves the sink out", lambda x: (dense(**x)[0], but(x, sink=x["sink"] - np.inf)[1])),
 )
 
@@ -268,6 +269,8 @@ VJP_BUGS = dict(
                              lambda x: dict(dq=np.where(kit.empty_rows(x["mask"]), np.nan, vjp(**x)["dq"]))),
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
     dlse_sign=("the gradient through lse has the wrong sign", lambda x: vjp(**x | {"dlse": -x["dlse"]})),
+    dsink_without_empty_rows=("a row without keys sends nothing to the sink", lambda x: dict(
+        dsink=vjp(**x | {"dlse": np.where(kit.empty_rows(x["mask"])[..., 0], 0, x["dlse"])})["dsink"])),
     dsink_missing=("the sink gets no gradient", lambda x: dict(dsink=0 * vjp(**x)["dsink"])),
 )
 
@@ -296,12 +299,12 @@ CASES = dict(
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
     causal_wide=dict(
-        why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), mask=kit.causal_of,
+        why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), light=True, mask=kit.causal_of,
         conventions=dict(causal="bottom-right"),
         catches=("causal_top_left", "mask_dropped", "mask_after_softmax", "mask_added_as_0_1",
                  "overflow_clean_up_unmasks", "mask_polarity")),
     causal_tall=dict(
-        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tq=8), light=True,
+        why="Tq > Tk at the bottom right: the first rows see nothing", sizes=SIZES | dict(Tq=8),
         mask=kit.causal_of, conventions=dict(causal="bottom-right"),
         shows=lambda x, y: (y["o"][:, :, :2] == 0).all() and (y["lse"][:, :, :2] == -np.inf).all()),
     causal_top_left=dict(
@@ -312,7 +315,7 @@ CASES = dict(
         why="batch entries of different length", sizes=SIZES, light=True, mask=lambda n: padding([3, 5], n.Tk),
         catches=("mask_of_batch_0", "mask_head_batch_order")),
     causal_and_padding=dict(
-        why="two masks at once, with an empty row", sizes=SIZES | dict(Tq=8), light=True,
+        why="two masks at once, with an empty row", sizes=SIZES | dict(Tq=8),
         mask=lambda n: kit.causal_of(n) & padding([3, 5], n.Tk), conventions=dict(causal="bottom-right"),
         catches=("mask_only_causal_kept",)),
     window=dict(
@@ -357,6 +360,10 @@ CASES = dict(
         why="a constant added to a row moves lse and nothing else", sizes=SIZES, light=True,
         bias=lambda n: draw("bias", (1, 1, n.Tq, 1)),
         catches=("lse_without_bias",)),
+    bias_minus_inf=dict(
+        why="a bias of -inf excludes a pair, and a row of nothing else is a row without keys", sizes=SIZES,
+        bias=lambda n: np.where(kit.causal_of(n) & kit.but_row_1(n), draw("bias", (1, 1, n.Tq, n.Tk)), -np.inf),
+        shows=lambda x, y: (y["o"][:, :, 1] == 0).all() and (y["lse"][:, :, 1] == -np.inf).all()),
     softcap=dict(
         why="a cap of 1 under a causal mask and a bias", sizes=SIZES | dict(Tk=8), mask=kit.causal_of, softcap=1.0,
         bias=lambda n: draw("bias", (1, n.H, n.Tq, n.Tk)), conventions=dict(causal="bottom-right"),
@@ -368,7 +375,8 @@ CASES = dict(
         catches=("sink_ignored", "sink_scaled", "sink_not_shifted", "lse_without_sink", "dsink_missing")),
     sink_and_empty_row=dict(
         why="with a sink a row without keys is regular: o = 0, lse = sink", sizes=SIZES, mask=kit.but_row_1,
-        sink=lambda n: draw("sink", (n.H,)) + 1, shows=lambda x, y: (y["lse"][:, :, 1] == x["sink"]).all()),
+        sink=lambda n: draw("sink", (n.H,)) + 1, shows=lambda x, y: (y["lse"][:, :, 1] == x["sink"]).all(),
+        catches=("dsink_without_empty_rows",)),
     everything=dict(
         why="mask per head and batch entry, bias, cap and sink at once", sizes=SIZES | dict(Tk=8), softcap=2.0,
         mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None] & padding([6, 8], n.Tk),
