@@ -22,9 +22,9 @@ def rows(q, k, v, mask, bias, sink, attend):
 
 def weighted(scores, v, sink):
     """Softmax over one list of scores, with a sink."""
-    if not len(scores):
+    top = max(scores.max(initial=-np.inf), sink)
+    if top == -np.inf:
         return np.zeros(v.shape[1])
-    top = max(scores.max(), sink)
     e = np.exp(scores - top)
     return (e / (e.sum() + np.exp(sink - top))) @ v
 
@@ -131,6 +131,6 @@ def test_wrong_is_refused_and_named(variant, function, mistake, dtype):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_right_is_accepted(dtype):
-    """Only the value that nobody may read poisons this honest implementation: it drops masked keys."""
+    """An honest implementation that never touches a masked key."""
     results, diagnosis = judge(right, load_cases("sdpa"), dtype)
     assert all(r.passed for r in results), str(diagnosis)
