@@ -45,7 +45,7 @@ NAMES = dict(
                torch="scale", jax="scale", onnx="scale", fla="softmax_scale"),
     mask=Name("True where a query may attend to a key", "boolean",
               torch="attn_mask (bool)", jax="mask", onnx="attn_mask (bool)"),
-    bias=Name("number added to the scaled, capped scores", draw=lambda s: 2 * tab(s, 11, 4),
+    bias=Name("number added to the scaled, capped scores", "real or -inf", draw=lambda s: 2 * tab(s, 11, 4),
               torch="attn_mask (float)", jax="bias", onnx="attn_mask (float)", fla="attn_bias"),
     sink=Name("logit of one more key per head that has no value; -inf means none", "real or -inf",
               draw=lambda s: tab(s, 2, 9)),

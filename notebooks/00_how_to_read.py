@@ -31,6 +31,7 @@ import attention_ref
 from attention_ref import check, diagnose, load_cases, masks, plot, sdpa, variants
 from attention_ref.conformance.cases import GOLDEN
 from attention_ref.conformance.cli import main
+from attention_ref.conformance.numbers import TINY, UNIT
 from attention_ref.conformance.report import table
 from attention_ref.conformance.teach import agree, check_exercise, forms_table, in_system
 from attention_ref.names import NAMES, draw
@@ -76,8 +77,16 @@ right = check_exercise("sdpa", forgetful, "basic")
 # $$
 #
 # with $K$ the measured sensitivity of that very output to rounding on the way to it (stored beside it), and $\eta$
-# the smallest number of the type. NaN, infinities and shapes must be met exactly. In half precision, where the two
-# come closest (what is NaN, or beyond a million budgets, is drawn at a million):
+# the smallest number of the type above 0. Shapes and infinities must be met exactly, and NaN is never right. (Where
+# NaN is *expected*, which only happens in an intermediate step, nothing depends on the entry, and it may be anything.)
+# Per type:
+
+# %%
+print(table([(t, f"2^{np.log2(UNIT[t]):.0f}", f"2^{np.log2(TINY[t]):.0f}") for t in UNIT], ("type", "u", "eta")))
+
+# %% [markdown]
+# In half precision rounding and mistakes come closest (what is NaN, or beyond a million budgets, is drawn at a
+# million):
 
 # %%
 # exercise
@@ -227,12 +236,39 @@ code = main(["verify", "sdpa", "--impl", "attention_ref:sdpa.dense", "--dtype", 
 print("exit code", code)
 
 # %% [markdown]
+# The first output must come in the type that went in; lse may be wider. NumPy has no bfloat16, so `--dtype bfloat16`
+# hands over float32 arrays, wants float32 back and judges by the budget of bfloat16. `--accumulate float32` says that
+# sums are taken in that type, and sets $u'$ in (0.2); without it $u' = u$.
+#
+# **A backward** is a function with parameters named like cotangents, here `do` and `dlse`: the derivatives of a loss
+# with respect to the outputs. It gets them with the inputs, and returns a dict of the gradients `dq`, `dk`, `dv`,
+# `dbias` and `dsink`, or some of them. Cases without gradients are left out. `attention-ref verify sdpa --impl
+# mine:backward` checks it, and so does `check_exercise`. Here is a right one, and one that forgets that the loss may
+# depend on lse.
+
+# %%
+right = check_exercise("sdpa", sdpa.vjp)
+forgetful = lambda do, dlse, q, k, v, mask, scale: sdpa.vjp(do, 0 * dlse, q, k, v, mask, scale=scale)
+right = check_exercise("sdpa", forgetful)
+
+# %% [markdown]
 # **In any language.** Golden data are two files per variant. `sdpa.json` lists the cases: why each exists, its sizes,
-# conventions, options that are no tensors, and the names of its tensors. `sdpa.safetensors` holds the tensors: 8
-# bytes with the length of a JSON header, the header, then the raw little-endian numbers. Inputs are `case/name` in
-# float32, exact, and even exact in bfloat16 and float16, so every type starts from the same numbers. Outputs, steps
-# and gradients are `case/name` in float64, and their $K$ is `case/K.name` in bfloat16, the upper halves of float32. A
-# reader is a few lines.
+# its conventions, its options (inputs that are no tensors; null is None) and the names of its tensors. Some cases
+# have outputs only. `memory_order` is for Python views (the strided cases) and changes no number. `sdpa.safetensors`
+# holds the tensors: 8 bytes with the length of a JSON header, the header, then the raw numbers, little-endian, row by
+# row. `data_offsets`, start and end, count from the end of the header. Nothing is aligned: where a view of 8-byte
+# numbers must begin at a multiple of 8, as in JavaScript, read through a DataView or copy the bytes first.
+#
+# | tensors | for instance | type |
+# |---|---|---|
+# | inputs | `basic/q` | F32, exact, and exact in bfloat16 and float16 too: every type starts from the same numbers |
+# | masks | `basic/mask` | BOOL, one byte each, 0 or 1 |
+# | integer inputs of other variants | `basic/past_length` of `kv_cache` | I64 |
+# | cotangents | `basic/do`, `basic/dlse` | F32, exact |
+# | outputs, steps, gradients | `basic/o`, `basic/scores`, `basic/dq` | F64 |
+# | $K$ of each of these | `basic/K.o`, `basic/K.scores`, `basic/K.dq` | BF16: a float32 whose lower 16 bits are zero, and dropped |
+#
+# A step that equals the one before it is left out: without a cap there is no `capped`. A reader is a few lines.
 #
 # Even the inputs need no file. Unless a case says otherwise they follow an integer formula, the same in every
 # language: entry $n$, counted row by row, of $tab(a, b)$ is
@@ -248,13 +284,15 @@ print("exit code", code)
 data = (GOLDEN / "sdpa.safetensors").read_bytes()
 body = 8 + int.from_bytes(data[:8], "little")
 header = json.loads(data[8:body])
-for name in "basic/q", "basic/mask", "basic/o", "basic/K.o", "basic/dq":
+for name in "basic/q", "basic/mask", "basic/do", "basic/dlse", "basic/o", "basic/K.o", "basic/dq":
     print(f"{name:10}", header[name])
 
-start, end = header["basic/o"]["data_offsets"]
-o = np.frombuffer(data[body + start:body + end], "<f8").reshape(header["basic/o"]["shape"])
+(o_start, o_end), (K_start, K_end) = (header[name]["data_offsets"] for name in ("basic/o", "basic/K.o"))
+o = np.frombuffer(data[body + o_start:body + o_end], "<f8").reshape(header["basic/o"]["shape"])
+K = (np.frombuffer(data[body + K_start:body + K_end], "<u2").astype("<u4") << 16).view("<f4").reshape(o.shape)
 golden = load_cases("sdpa", "basic")[0]
 agree("the bytes are the golden output", o, golden.outputs["o"], 0)
+agree("... and its sensitivity", K, golden.conditioning["o"], 0)
 agree("and what the formula gives", o, sdpa.dense(**golden.inputs)[0])
 
 for name, a, b in ("q", 3, 1), ("k", 5, 2):

@@ -29,7 +29,8 @@ import itertools
 import numpy as np
 
 from attention_ref import core, gqa, load_cases, masks, plot, sdpa
-from attention_ref.conformance.numbers import complex_step, count
+from attention_ref.conformance.implementations import judge
+from attention_ref.conformance.numbers import UNIT, complex_step, count
 from attention_ref.conformance.report import table
 from attention_ref.conformance.teach import agree, check_exercise, forms_table, gradient_table
 from attention_ref.names import draw
@@ -52,12 +53,13 @@ print(table(sdpa.CONVENTIONS.items(), ("what", "convention")))
 # %% [markdown]
 # 1. **Shapes.** `B` batch entries and `H` heads, all independent of one another. `Tq` queries and `Tk` keys need not
 #    be as many, keys `dk` and values `dv` need not be as wide, and `Tk` may be 0. Batch and head come first, then
-#    time.
+#    time. The `H?` of a sink means (H,), (1,) or a bare number.
 # 2. **Order.** Scale, then cap, then add the bias, then mask, then softmax with the sink in its denominator.
 # 3. **scale** is a number without a default. It multiplies $q$ before the product is formed, so that the product
 #    stays in range in half precision.
-# 4. **softcap** is a positive number, or None: no cap.
-# 5. **bias** is added after the cap. Zero means none.
+# 4. **softcap** is a finite number above 0, or None: no cap. 0 does not mean none, it is a ValueError.
+# 5. **bias** is added after the cap. Zero means none. $-\infty$ is allowed and takes the pair out of the sum, though
+#    its key is still read; a row of nothing else is a row without keys.
 # 6. **mask** is boolean, True = may attend. It selects; it is not added and not multiplied. All True means none.
 #    "Causal" is no option but a mask, and whoever builds it says in which corner its diagonal starts.
 # 7. **sink** is one logit per head that joins the denominator and has no value. It is not scaled, capped, biased or
@@ -66,13 +68,13 @@ print(table(sdpa.CONVENTIONS.items(), ("what", "convention")))
 #    $lse = sink$.
 # 9. **lse** is the natural logarithm of $z$, of capped and biased scores, the sink included.
 # 10. **Never read.** A key no query of its head may attend to, with its value, may hold anything, NaN included, and
-#     so may a query that sees no key. A key that some query sees holds numbers. A score or bias of $+\infty$ is out
-#     of contract.
-# 11. **Types.** Outputs have the type of the inputs. Exponentials are taken of $a - \max a$, so nothing overflows. In
-#     half precision a sum of thousands of terms is not taken one by one in half precision.
+#     so may a query that sees no key. A key that some query sees holds numbers. A score, bias or sink of $+\infty$ is
+#     out of contract.
+# 11. **Types.** $o$ has the type of the inputs, lse may have a wider one. Exponentials are taken of $a - \max a$, so
+#     nothing overflows. In half precision a sum of thousands of terms is not taken one by one in half precision.
 # 12. **Gradients** exist for $q, k, v$, bias and sink and have the shape of their argument: that of a broadcast bias
-#     is summed. The loss may depend on $o$ and on lse. A masked pair and a row without keys send back nothing:
-#     exactly 0.
+#     is summed. The loss may depend on $o$ and on lse. A masked pair sends back exactly 0, and so does a row without
+#     keys and without a sink; with a sink such a row still sends its dlse to dsink.
 #
 # The rest of the chapter is consequence.
 
@@ -145,17 +147,30 @@ plot.show(core, "softmax", "per_row", "unread")
 # %% [markdown]
 # The second form is written to be carried to another language: scalars, one head, one query at a time. It touches no
 # masked pair, so rule 10 costs nothing; it meets a row without keys as $m = -\infty$ and leaves, before
-# $-\infty - (-\infty)$ could become NaN. (`.real` lets a complex step pass through a comparison; with real numbers it
-# does nothing. `per_head` broadcasts mask, bias and sink and hands over one head.)
+# $-\infty - (-\infty)$ could become NaN. In half precision keep `a`, `z` and `o` in a wider type: the case `many_keys`
+# adds 8192 weights of 1, and a float16 sum stops growing at 2048. (`.real` lets a complex step pass through a
+# comparison; with real numbers it does nothing. `per_head` broadcasts mask, bias and sink and hands over one head.)
 
 # %%
 plot.show(sdpa.loop)
 
 # %% [markdown]
-# The rules that are easiest to break, run: a row without keys (8), what is never read (10), types (11), gradients
-# (12).
+# The rules that are easiest to break, run: the shapes of a sink (1), a cap of 0 (4), a bias of $-\infty$ (5), a row
+# without keys (8), what is never read (10), types (11), gradients (12).
 
 # %%
+basic = load_cases("sdpa", "basic")[0].inputs
+number, one, each = (sdpa.dense(**basic | dict(sink=s))[0] for s in (0.375, np.array([0.375]), np.full(3, 0.375)))
+agree("1: a sink as a number, as (1,) and as (H,)", [number, one], each, 0)
+try:
+    sdpa.dense(**basic | dict(softcap=0.0))
+except ValueError as error:
+    print("4: ValueError:", error)
+low = load_cases("sdpa", "bias_minus_inf")[0].inputs
+masked = sdpa.dense(**low | dict(mask=low["bias"] > -np.inf, bias=np.nan_to_num(low["bias"], neginf=0)))
+for name, as_bias, as_mask in zip(sdpa.OUTPUTS, sdpa.dense(**low), masked):
+    agree(f"5: -inf in bias, or False in mask: the same {name}", as_bias, as_mask, 0)
+
 tall = load_cases("sdpa", "causal_tall")[0]
 agree("8: rows 0 and 1 see no key: o", tall.outputs["o"][:, :, :2], 0, 0)
 agree("8: ... and lse", tall.outputs["lse"][:, :, :2], -np.inf, 0)
@@ -174,6 +189,11 @@ gradients = sdpa.vjp(**tall.cotangents | tall.inputs)
 agree("12: queries without keys get no gradient", gradients["dq"][:, :, :2], 0, 0)
 print("12: shapes", *(gradients["d" + name].shape for name in ("q", "k", "v", "bias", "sink")))
 assert all(gradients["d" + name].shape == tall.inputs[name].shape for name in ("q", "k", "v", "bias", "sink"))
+seen = tall.inputs["mask"].any(-1)
+do, dlse = np.where(seen[..., None], 0, tall.cotangents["do"]), np.where(seen, 0, tall.cotangents["dlse"])
+to_sink = sdpa.vjp(do, dlse, **tall.inputs | dict(sink=np.array([0.375])))
+agree("12: with a sink, rows without keys send it their dlse", to_sink.pop("dsink"), dlse.sum())
+agree("12: ... and nothing to anything else", np.concatenate([g.ravel() for g in to_sink.values()]), 0, 0)
 
 # %% [markdown]
 # ## Derivation: forward
@@ -383,10 +403,12 @@ agree("twice the tokens, four times the flops", counts[-1]["flops"] / counts[-2]
 #
 # The gradient of an argument that was broadcast is the sum over the axes along which it was: for a bias per head over
 # batch entries, for a sink over batch entries and queries. Where mask is False $p = 0$, so $da = 0$; a row without
-# keys is all such pairs.
+# keys is all such pairs. Is there a sink, $lse = sink$ in such a row and $row = -dlse$, and all of dlse goes to the
+# sink. Is there none, $lse_i = -\infty$, and the factor $\exp(sink - lse_i)$ is 0, not NaN.
 
 # %%
 plot.show(sdpa.vjp)
+plot.show(core.sum_to)
 
 # %% [markdown]
 # By hand, for the three tokens, with cotangents that are not constant:
@@ -623,8 +645,9 @@ agree("two halves, merged: o", np.exp(lse1 - both)[..., None] * o1 + np.exp(lse2
 # Write each function, in place of the line that raises, and run the cell. `check_exercise` passes arguments by name
 # and leaves out the cases that need arguments you do not take; if something is wrong it says where, and, if it is a
 # mistake others made, which. The same from a shell, for a function in your own file and in half precision, is
-# `attention-ref verify sdpa --impl mymodule:attention --dtype float16`; for other languages see
-# [how to read this book](00_how_to_read.ipynb).
+# `attention-ref verify sdpa --impl mymodule:attention --dtype float16`. It holds the first output to rule 11. For
+# bfloat16, which NumPy has not, it hands over float32 arrays, wants float32 back and judges by the budget of bfloat16.
+# For other languages see [how to read this book](00_how_to_read.ipynb).
 #
 # **1. The plain function.** Queries, keys, values, mask and scale; $o$ and lse. Mind the rows without keys, and the
 # keys nobody sees.
@@ -638,21 +661,9 @@ def plain_attention(q, k, v, mask, scale):
 right = check_exercise("sdpa", plain_attention)
 
 # %% [markdown]
-# **2. The whole function, sink first.** Bias, cap and sink, without calling a softmax that knows sinks: make the sink
-# what the derivation says it is, one more key.
-
-# %%
-# exercise
-def whole_attention(q, k, v, mask, bias, sink, scale, softcap):
-    raise NotImplementedError("not written yet")
-
-
-right = check_exercise("sdpa", whole_attention)
-
-# %% [markdown]
-# **3. One key at a time.** The same function again, but never hold a row of scores: look at each key once, and keep
-# for every query only a running maximum, a running sum and a running output. What must happen to the sum and the
-# output when a new key raises the maximum?
+# **2. The whole function, one key at a time.** Bias, cap and sink too, but never hold a row of scores: look at each
+# key once, and keep for every query only a running maximum, a running sum and a running output. What must happen to
+# the sum and the output when a new key raises the maximum?
 
 # %%
 # exercise
@@ -661,6 +672,19 @@ def streaming_attention(q, k, v, mask, bias, sink, scale, softcap):
 
 
 right = check_exercise("sdpa", streaming_attention)
+
+# %% [markdown]
+# **3. The backward, from lse.** A function that takes `do` and `dlse` is checked as a backward: it gets the cotangents
+# of every case that has gradients, and returns `dict(dq=..., dk=..., dv=..., dbias=..., dsink=...)`, or some of them.
+# Take $o$ and lse from `sdpa.dense`, but call no softmax: lse is all you need of it.
+
+# %%
+# exercise
+def backward(do, dlse, q, k, v, mask, bias, sink, scale, softcap):
+    raise NotImplementedError("not written yet")
+
+
+right = check_exercise("sdpa", backward)
 
 # %% [markdown]
 # ## Answers
@@ -682,31 +706,10 @@ def plain_attention(q, k, v, mask, scale):
 assert check_exercise("sdpa", plain_attention)
 
 # %% [markdown]
-# **2.** The sink is column 0 of the logits. It has no value, so the weights lose that column before they meet $v$.
-
-# %%
-# exercise
-def whole_attention(q, k, v, mask, bias, sink, scale, softcap):
-    seen = mask.any(-2)[..., None]
-    k, v = np.where(seen, k, 0), np.where(seen, v, 0)
-    a = scale * q @ k.swapaxes(-1, -2)
-    a = (a if softcap is None else softcap * np.tanh(a / softcap)) + bias
-    a = np.where(mask, a, -np.inf)
-    column = np.broadcast_to(np.reshape(sink, (-1, 1, 1)), (*a.shape[:-1], 1))
-    a = np.concatenate([column, a], axis=-1)
-    m = a.max(-1, keepdims=True)
-    e = np.exp(a - np.where(m == -np.inf, 0, m))
-    z = e.sum(-1, keepdims=True)
-    z = np.where(z == 0, 1, z)
-    return (e / z)[..., 1:] @ v, (m + np.log(z))[..., 0]
-
-
-assert check_exercise("sdpa", whole_attention)
-
-# %% [markdown]
-# **3.** Everything gathered so far was divided by $e^m$. When the maximum becomes $m'$ it must be divided by
+# **2.** Everything gathered so far was divided by $e^m$. When the maximum becomes $m'$ it must be divided by
 # $e^{m' - m}$ more, sum and output alike. The sink is where the row starts: $m = sink$, sum 1, or 0 if there is none.
-# This is the online softmax, and with blocks of keys instead of single ones it is flash attention.
+# This is the online softmax, and with blocks of keys instead of single ones it is flash attention. The sums are
+# float64, whatever comes in, and the scale meets $q$ before $k$ does: half precision asks for both.
 
 # %%
 # exercise
@@ -716,7 +719,7 @@ def streaming_attention(q, k, v, mask, bias, sink, scale, softcap):
     m = np.broadcast_to(np.reshape(sink, (-1, 1)), (B, H, Tq))
     z, o = np.where(m == -np.inf, 0.0, 1.0), np.zeros((B, H, Tq, v.shape[3]))
     for j in range(k.shape[2]):
-        s = scale * (q * k[:, :, j, None]).sum(-1)
+        s = (scale * q * k[:, :, j, None]).sum(-1)
         a = (s if softcap is None else softcap * np.tanh(s / softcap)) + bias[..., j]
         a = np.where(mask[..., j], a, -np.inf)
         higher = np.maximum(m, a)
@@ -726,10 +729,50 @@ def streaming_attention(q, k, v, mask, bias, sink, scale, softcap):
         o = o * old[..., None] + np.where(mask[..., j, None], new[..., None] * v[:, :, j, None], 0)
         m = higher
     z = np.where(z == 0, 1, z)
-    return o / z[..., None], m + np.log(z)
+    return (o / z[..., None]).astype(q.dtype), m + np.log(z)
 
 
 assert check_exercise("sdpa", streaming_attention)
+
+# %% [markdown]
+# **3.** By (1.3) the weights are $\exp(a - lse)$, with 0 for an lse of $-\infty$: there $a$ is $-\infty$ everywhere.
+# Half precision computes in float32, or lse would lose the digits that $p$ lives on.
+
+# %%
+# exercise
+def backward(do, dlse, q, k, v, mask, bias, sink, scale, softcap):
+    dtype, wide = q.dtype, np.result_type(q, np.float32)
+    do, dlse, q, k, v, bias, sink = (y.astype(wide) for y in (do, dlse, q, k, v, bias, sink))
+    o, lse = sdpa.dense(q, k, v, mask, bias, sink, scale=scale, softcap=softcap)
+    q = np.where(mask.any(-1)[..., None], q, 0)
+    k, v = (np.where(mask.any(-2)[..., None], y, 0) for y in (k, v))
+    capped, slope = scale * q @ k.swapaxes(-1, -2), 1
+    if softcap is not None:
+        t = np.tanh(capped / softcap)
+        capped, slope = softcap * t, 1 - t ** 2
+    lse = np.where(lse == -np.inf, 0, lse)
+    p = np.exp(np.where(mask, capped + bias, -np.inf) - lse[..., None])
+    row = (do * o).sum(-1) - dlse
+    da = p * (do @ v.swapaxes(-1, -2) - row[..., None])
+    dsink = -(np.exp(sink[:, None] - lse) * row).sum((0, 2))
+    found = dict(dq=scale * (da * slope) @ k, dk=scale * (da * slope).swapaxes(-1, -2) @ q, dv=p.swapaxes(-1, -2) @ do,
+                 dbias=core.sum_to(da, bias.shape), dsink=core.sum_to(dsink, sink.shape))
+    return {name: y.astype(dtype) for name, y in found.items()}
+
+
+assert check_exercise("sdpa", backward)
+
+# %% [markdown]
+# The three pass in every type that `verify` knows:
+
+# %%
+rows = []
+for answer in plain_attention, streaming_attention, backward:
+    verdicts = {dtype: judge(answer, load_cases("sdpa"), dtype)[0] for dtype in UNIT}
+    asked = {dtype: [r for r in results if not r.unsupported] for dtype, results in verdicts.items()}
+    rows.append((answer.__name__, *(f"{sum(r.passed for r in found)} of {len(found)}" for found in asked.values())))
+    assert all(r.passed for found in asked.values() for r in found)
+print(table(rows, ("answer", *UNIT)))
 
 # %% [markdown]
 # ## Sources
@@ -739,7 +782,7 @@ assert check_exercise("sdpa", streaming_attention)
 # - Bello et al. 2016, arXiv:1611.09940, and Gemma 2, arXiv:2408.00118, section 2: the soft cap.
 # - gpt-oss model card 2025, arXiv:2508.10925: the sink in the denominator. Xiao et al. 2023, arXiv:2309.17453: the
 #   other sinks, kept tokens.
-# - Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3: the online softmax of exercise 3.
+# - Milakov and Gimelshein 2018, arXiv:1805.02867, algorithm 3: the online softmax of exercise 2.
 # - Rabe and Staats 2021, arXiv:2112.05682, and Dao 2023, *FlashAttention-2*, arXiv:2307.08691, section 3.1.1: lse as
 #   what is kept for merging and for the backward.
 # - The comparisons with torch, jax and ONNX run in the project's tests: `make peers`.
