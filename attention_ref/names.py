@@ -92,6 +92,9 @@ NAMES = dict(
 )
 
 
+INERT = {"query_block", "key_block", "chunk_size"}       # options that never change a result
+
+
 def draw(name, shape):
     """float64 array of the given shape, drawn as golden cases draw the argument `name`."""
     return NAMES[name].draw(shape)

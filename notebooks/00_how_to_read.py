@@ -77,9 +77,8 @@ right = check_exercise("sdpa", forgetful, "basic")
 # $$
 #
 # with $K$ the measured sensitivity of that very output to rounding on the way to it (stored beside it), and $\eta$
-# the smallest number of the type above 0. Shapes and infinities must be met exactly, and NaN is never right. (Where
-# NaN is *expected*, which only happens in an intermediate step, nothing depends on the entry, and it may be anything.)
-# Per type:
+# the smallest number of the type above 0. Shapes and infinities must be met exactly, and a NaN is wrong. (A
+# stored NaN, for a masked score or a cache slot that nobody wrote, says that anything is right there.) Per type:
 
 # %%
 print(table([(t, f"2^{np.log2(UNIT[t]):.0f}", f"2^{np.log2(TINY[t]):.0f}") for t in UNIT], ("type", "u", "eta")))
@@ -248,7 +247,7 @@ print("exit code", code)
 
 # %%
 right = check_exercise("sdpa", sdpa.vjp)
-forgetful = lambda do, dlse, q, k, v, mask, scale: sdpa.vjp(do, 0 * dlse, q, k, v, mask, scale=scale)
+forgetful = lambda do, dlse, **inputs: sdpa.vjp(do, 0 * dlse, **inputs)
 right = check_exercise("sdpa", forgetful)
 
 # %% [markdown]
@@ -266,7 +265,7 @@ right = check_exercise("sdpa", forgetful)
 # | integer inputs of other variants | `basic/past_length` of `kv_cache` | I64 |
 # | cotangents | `basic/do`, `basic/dlse` | F32, exact |
 # | outputs, steps, gradients | `basic/o`, `basic/scores`, `basic/dq` | F64 |
-# | $K$ of each of these | `basic/K.o`, `basic/K.scores`, `basic/K.dq` | BF16: a float32 whose lower 16 bits are zero, and dropped |
+# | $K$ of each of these | `basic/K.o`, `basic/K.scores`, `basic/K.dq` | BF16: the upper half of a float32, the lower 16 bits are 0 |
 #
 # A step that equals the one before it is left out: without a cap there is no `capped`. A reader is a few lines.
 #

@@ -57,7 +57,7 @@ print(table(sdpa.CONVENTIONS.items(), ("what", "convention")))
 # 2. **Order.** Scale, then cap, then add the bias, then mask, then softmax with the sink in its denominator.
 # 3. **scale** is a number without a default. It multiplies $q$ before the product is formed, so that the product
 #    stays in range in half precision.
-# 4. **softcap** is a finite number above 0, or None: no cap. 0 does not mean none, it is a ValueError.
+# 4. **softcap** is a finite number above 0, or None: no cap. A number that is not above 0 is a ValueError.
 # 5. **bias** is added after the cap. Zero means none. $-\infty$ is allowed and takes the pair out of the sum, though
 #    its key is still read; a row of nothing else is a row without keys.
 # 6. **mask** is boolean, True = may attend. It selects; it is not added and not multiplied. All True means none.
@@ -185,6 +185,7 @@ for form in sdpa.FORMS:
     agree(f"10: {form.__name__} does not read them", form(**hidden)[0], form(**zeros)[0], 0)
 
 print("11: float16 in,", *(y.dtype for y in sdpa.dense(**tall.in_dtype("float16"))), "out")
+agree("11: 8192 ones, added one by one in float16, are 2048", np.add.accumulate(np.ones(8192, np.float16))[-1], 2048, 0)
 gradients = sdpa.vjp(**tall.cotangents | tall.inputs)
 agree("12: queries without keys get no gradient", gradients["dq"][:, :, :2], 0, 0)
 print("12: shapes", *(gradients["d" + name].shape for name in ("q", "k", "v", "bias", "sink")))
@@ -403,8 +404,8 @@ agree("twice the tokens, four times the flops", counts[-1]["flops"] / counts[-2]
 #
 # The gradient of an argument that was broadcast is the sum over the axes along which it was: for a bias per head over
 # batch entries, for a sink over batch entries and queries. Where mask is False $p = 0$, so $da = 0$; a row without
-# keys is all such pairs. Is there a sink, $lse = sink$ in such a row and $row = -dlse$, and all of dlse goes to the
-# sink. Is there none, $lse_i = -\infty$, and the factor $\exp(sink - lse_i)$ is 0, not NaN.
+# keys is all such pairs. If there is a sink, such a row has $lse = sink$ and $row = -dlse$, and all of its dlse goes to
+# the sink. If there is none, $lse_i = -\infty$, and the factor $\exp(sink - lse_i)$ is 0, not NaN.
 
 # %%
 plot.show(sdpa.vjp)
@@ -735,8 +736,8 @@ def streaming_attention(q, k, v, mask, bias, sink, scale, softcap):
 assert check_exercise("sdpa", streaming_attention)
 
 # %% [markdown]
-# **3.** By (1.3) the weights are $\exp(a - lse)$, with 0 for an lse of $-\infty$: there $a$ is $-\infty$ everywhere.
-# Half precision computes in float32, or lse would lose the digits that $p$ lives on.
+# **3.** By (1.3) the weights are $\exp(a - lse)$. An lse of $-\infty$ is replaced by 0: $a$ is $-\infty$ all along that
+# row, and so is `sink`. Half precision is computed in float32, or lse would lose the digits that $p$ lives on.
 
 # %%
 # exercise

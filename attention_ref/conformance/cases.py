@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from .. import variants
-from ..names import NAMES, draw_cotangent
+from ..names import INERT, NAMES, draw_cotangent
 from ..shapes import parse
 from . import numbers, tensors
 
@@ -60,6 +60,8 @@ class Case:
 
     def is_neutral(self, name):
         """Whether the case leaves an argument at the value that changes nothing."""
+        if name in INERT:
+            return True
         if name not in self.module.NEUTRAL:
             return False
         value = self.module.NEUTRAL[name]
