@@ -6,7 +6,7 @@
     "D H*dk"                 an axis whose size is a product
     ""                       a number
     "int" "int =H" "int >=1" an integer; an integer equal to the size H; one that is not below 1
-    "optional >0"            a number above 0, or None
+    "optional >0"            a finite number above 0, or None
     "int B >=0 <=Tk"         integers from 0 to the size Tk, which an earlier argument has
     "str a|b"                one of the words a and b
     "optional", "optional str", "optional H"     None is allowed
@@ -88,8 +88,8 @@ def _check_domain(name, spec, value, found):
         raise ValueError(f"{name}: expected {' or '.join(map(repr, spec.choices))}, got {value!r}")
     if spec.least > -np.inf and np.size(value) and np.min(value) < spec.least:
         raise ValueError(f"{name}: expected numbers >= {spec.least:g}, got {np.min(value)}")
-    if spec.above > -np.inf and not np.min(value) > spec.above:
-        raise ValueError(f"{name}: expected numbers > {spec.above:g}, got {np.min(value)}")
+    if spec.above > -np.inf and not spec.above < value < np.inf:
+        raise ValueError(f"{name}: expected a finite number > {spec.above:g}, got {value}")
     if spec.most and np.size(value) and np.max(value) > found[spec.most]:
         raise ValueError(f"{name}: expected numbers <= {spec.most} = {found[spec.most]}, got {np.max(value)}")
 

@@ -1,9 +1,9 @@
 """Write what README.md and docs/ quote from commands: python docs/refresh.py [--check]
 
 A quotation is a fenced block under a comment that holds the command: <!-- output of: attention-ref list -->. The Python
-block that names its file in the first line (# mine.py) is saved, so that commands can use it. docs/mistakes.md is one
-command's output as a whole. --check writes nothing; exit code 1 if a quotation is not what the command prints, up to
-digits.
+block that names its file in the first line (# mine.py) is saved, so that commands can use it. The table of chapters is
+made from the notebooks, docs/mistakes.md is one command's output as a whole. --check writes nothing; exit code 1 if a
+page is not what it would be, up to measured numbers.
 """
 import contextlib
 import io
@@ -17,6 +17,8 @@ from attention_ref.conformance.cli import main as attention_ref
 
 ROOT = Path(__file__).parents[1]
 QUOTATION = re.compile(r"(<!-- output of: attention-ref (.*?)(?:, last (\d+) lines)? -->\n```\n)(.*?)(```)", re.S)
+CHAPTERS = re.compile(r"(<!-- chapters -->\n)(.*?)(\n\n)", re.S)
+CLAIM = re.compile(r"# # (.*?)\n#\n# \*\*(.*?)\*\*", re.S)
 FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.S)
 
 
@@ -37,7 +39,17 @@ def refreshed(text):
         head, command, last, _, end = match.groups()
         lines = output(command).splitlines()
         return head + "\n".join(lines[-int(last):] if last else lines) + "\n" + end
-    return QUOTATION.sub(quote, text)
+    return CHAPTERS.sub(lambda match: match[1] + chapters() + match[3], QUOTATION.sub(quote, text))
+
+
+def chapters():
+    """A Markdown table of the chapters: the title, linked, and the claim, the first bold sentence."""
+    rows = ["| chapter | its claim |", "|---|---|"]
+    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py")):
+        title, claim = CLAIM.search(path.read_text()).groups()
+        claim = claim.replace("\n# ", " ")
+        rows.append(f"| [{path.name[:2]} {title}](notebooks/{path.stem}.ipynb) | {claim} |")
+    return "\n".join(rows)
 
 
 def pages():
@@ -50,8 +62,9 @@ def pages():
 
 
 def same(a, b):
-    """Equal up to digits, which differ from machine to machine in the last place."""
-    return re.sub(r"[\d.]+(e[+-]\d+)?", "#", a) == re.sub(r"[\d.]+(e[+-]\d+)?", "#", b)
+    """Equal up to measured numbers, which differ from machine to machine in the last place; counts must be equal."""
+    number = re.compile(r"\d+\.\d+(e[+-]\d+)?|\d+e[+-]\d+")
+    return number.sub("#", a) == number.sub("#", b)
 
 
 def main(check):

@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -68,7 +69,7 @@ def list_(options):
     if options.mistakes:
         return print(report.catalogue(variants(), cases.load_cases))
     def first_line(module):
-        return module.__doc__.splitlines()[0].split(".  ")[0].rstrip(".")
+        return re.split(r"[.:,](?: |$)", module.__doc__.splitlines()[0])[0]
     found = [dict(variant=name, family=module.__name__.split(".")[-2], title=first_line(module),
                   forms=len(module.FORMS), cases=len(module.CASES), mistakes=len(mistakes(module)))
              for name, module in variants().items()]
