@@ -7,22 +7,21 @@ of an implementation.
 import importlib
 import pkgutil
 from functools import cache
+from pathlib import Path
 
 __version__ = "0.1.0"
-__all__ = ["variants", "load_cases", "check", "diagnose"]
 
 FAMILIES = ("dense",)
+_FAMILY_OF = {module.name: family for family in FAMILIES
+              for module in pkgutil.iter_modules([str(Path(__file__).parent / family)])}
+
+__all__ = ["variants", "load_cases", "check", "diagnose", *_FAMILY_OF]
 
 
 @cache
 def variants():
     """Name -> module of every variant, in the order of the families."""
-    found = {}
-    for family in FAMILIES:
-        package = importlib.import_module(f"{__name__}.{family}")
-        for module in pkgutil.iter_modules(package.__path__):
-            found[module.name] = importlib.import_module(f"{package.__name__}.{module.name}")
-    return found
+    return {name: importlib.import_module(f"{__name__}.{family}.{name}") for name, family in _FAMILY_OF.items()}
 
 
 def __getattr__(name):
@@ -35,4 +34,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted([*__all__, *variants()])
+    return sorted(__all__)

@@ -58,7 +58,9 @@ def pages():
         sys.path.insert(0, folder)
         readme = refreshed((ROOT / "README.md").read_text())
         sys.path.remove(folder)
-    return {ROOT / "README.md": readme, ROOT / "docs/mistakes.md": output("list --mistakes")}
+        conventions = refreshed((ROOT / "docs/conventions.md").read_text())
+    return {ROOT / "README.md": readme, ROOT / "docs/conventions.md": conventions,
+            ROOT / "docs/mistakes.md": output("list --mistakes")}
 
 
 def same(a, b):

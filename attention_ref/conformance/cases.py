@@ -18,6 +18,7 @@ from .. import variants
 from ..names import INERT, NAMES, draw_cotangent
 from ..shapes import parse
 from . import numbers, tensors
+from .schema import validated
 
 FORMAT = "attention_ref-golden-1"
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -40,6 +41,7 @@ class Case:
     bits: int = 0
     radius: float = 0.0
     catches: list = field(default_factory=list)
+    limit: float = 1.0                                    # the largest score that passes: see `verify.TIERS`
 
     @property
     def id(self):
@@ -234,13 +236,13 @@ def read(path):
 
 
 def load_cases(variant, case=None, folder=GOLDEN):
-    """The golden cases of a variant, as a list; with case, only the ones whose name contains that text.
+    """The golden cases of a variant, as a list; with case, only those whose name contains it, or whose id it is.
 
     Raises ValueError for an unknown variant, a case that does not exist, and data that is missing or was changed.
     """
     if variant not in variants():
         raise ValueError(f"variant: expected one of {', '.join(variants())}, got {variant!r}")
-    found = [c.copy() for c in _load(variant, Path(folder)) if case is None or case in c.name]
+    found = [c.copy() for c in _load(variant, Path(folder)) if case is None or case in c.name or case == c.id]
     if not found:
         names = ", ".join(c.name for c in _load(variant, Path(folder)))
         raise ValueError(f"case: expected (part of) one of {names}, got {case!r}")
@@ -249,10 +251,16 @@ def load_cases(variant, case=None, folder=GOLDEN):
 
 @cache
 def _load(variant, folder):
-    index = json.loads(read(folder / f"{variant}.json"))
+    try:
+        index = validated(json.loads(read(folder / f"{variant}.json")), f"{variant}.json")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"golden data: {variant}.json: expected JSON, got {error}") from None
     stored = tensors.unpack(read(folder / f"{variant}.safetensors"))
     shared = index["conventions"]
-    return [_case(variant, e | dict(conventions=shared | e["conventions"]), stored) for e in index["cases"]]
+    try:
+        return [_case(variant, e | dict(conventions=shared | e["conventions"]), stored) for e in index["cases"]]
+    except KeyError as error:
+        raise ValueError(f"golden data: {variant}: {variant}.json names {error}, which is not there") from None
 
 
 def _case(variant, entry, stored):

@@ -6,20 +6,29 @@ import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from .. import __version__, variants
-from . import cases, report
-from .diagnosis import mistakes
+from . import cases, conventions, doctor, export, programs, report, reports
+from .diagnosis import diagnose_all, mistakes
 from .numbers import UNIT
+from .verify import TIERS
 
+CALL = "backend", "device", "layout", "rename", "grad", "vjp", "strides", "repeat"
 EXAMPLES = """examples:
   attention-ref list
   attention-ref show sdpa
   attention-ref verify                                  every form of every variant against the golden outputs
   attention-ref verify sdpa --impl mymodule:attention   your function, called as attention(q=..., k=..., v=..., ...)
   attention-ref verify gqa --impl mymodule:gqa --dtype float16 --case causal
+  attention-ref verify sdpa --impl mymodule:attention --backend torch --layout BTHD --grad --strides
+  attention-ref verify sdpa --impl mymodule:attention --html report.html --junit report.xml
+  attention-ref adapter sdpa                            adapter.py: a file to fill, for what no option covers
+  attention-ref export sdpa cases --format txt          cases as files, for a program in any language
+  attention-ref compare sdpa cases --command './sdpa {in} {out}'
+  attention-ref probe --impl mymodule:attention         what your function computes, found by calling it
   attention-ref golden gqa --out /tmp/golden            make golden data anew
 
 exit codes: 0 right, 1 wrong, 2 the command could not be run as asked
@@ -37,22 +46,82 @@ def parser():
     add.add_argument("--mistakes", action="store_true", help="every mistake with the cases that catch it, as Markdown")
     add = commands.add_parser("show", help="formula, shapes, conventions, cases and mistakes of a variant")
     add.add_argument("variant")
-    add = commands.add_parser("verify", help="verify the package itself, or your function", epilog=EXAMPLES,
-                              formatter_class=argparse.RawDescriptionHelpFormatter)
+    verify_options(commands.add_parser("verify", help="verify the package itself, or your function", epilog=EXAMPLES,
+                                       formatter_class=argparse.RawDescriptionHelpFormatter))
+    add = commands.add_parser("adapter", help="write adapter.py: a function of a variant's arguments, to be filled")
+    add.add_argument("variant")
+    program_commands(commands)
+    add = commands.add_parser("conventions", help="where a variant can be read in another way, and who does")
     add.add_argument("variant", nargs="?", help="all of them if left out")
-    add.add_argument("--impl", metavar="MODULE:FUNCTION", help="your function; arguments come by the names in INPUTS")
-    add.add_argument("--dtype", choices=list(UNIT), help="the type of the arrays it gets (float64)")
-    add.add_argument("--accumulate", choices=list(UNIT), help="the type of its sums, if wider than --dtype")
-    add.add_argument("--case", help="only the cases whose name contains this")
+    commands.add_parser("doctor", help="whether this installation is whole")
+    add = commands.add_parser("probe", help="find out what a function of q, k, v computes, by calling it")
+    add.add_argument("--impl", metavar="MODULE:FUNCTION", required=True, help="a function of at least q, k, v")
+    add.add_argument("--backend", choices=("numpy", "torch", "jax", "cupy"), default="numpy",
+                     help="the library of its arrays (numpy)")
+    add.add_argument("--json", action="store_true", help="as JSON")
     add = commands.add_parser("golden", help="make golden data anew (needs python-flint)")
     add.add_argument("variant", nargs="*", help="all of them if left out")
     add.add_argument("--out", type=Path, default=cases.GOLDEN, help="folder to write to (the package's own)")
     return top
 
 
+def program_commands(commands):
+    """The commands for a program in any language."""
+    add = commands.add_parser("export", help="golden cases as files for a program in any language")
+    add.add_argument("variant")
+    add.add_argument("folder", metavar="DIR", type=Path, help="an empty or a new folder")
+    add.add_argument("--format", choices=list(export.WRITERS), default="safetensors", help="(safetensors)")
+    add.add_argument("--dtype", choices=list(UNIT), default="float32", help="the type of the arrays (float32)")
+    add.add_argument("--case", help="only the cases whose name contains this")
+    add = commands.add_parser("compare", help="judge what a program wrote, or run it on every case")
+    add.add_argument("variant")
+    add.add_argument("folder", metavar="DIR", type=Path, help="what `export` wrote; the results are in DIR/results")
+    add.add_argument("--command", dest="program", metavar="'PROGRAM {in} {out}'",
+                     help="run this for every case, with the paths of its input and result; exports if DIR is empty")
+    add.add_argument("--timeout", type=float, default=60, help="seconds for one case (60)")
+    add.add_argument("--accumulate", choices=list(UNIT), help="the type of its sums, if wider")
+    add.add_argument("--case", help="only the cases whose name contains this")
+    declarations(add)
+    reports.add_options(add)
+
+
+def verify_options(add):
+    """The options of verify; those of CALL are fields of `adapters.Call`."""
+    add.add_argument("variant", nargs="?", help="all of them if left out")
+    add.add_argument("--impl", metavar="MODULE:FUNCTION", help="your function; arguments come by the names in INPUTS")
+    add.add_argument("--dtype", choices=list(UNIT), help="the type of the arrays it gets (float64)")
+    add.add_argument("--accumulate", choices=list(UNIT), help="the type of its sums, if wider than --dtype")
+    add.add_argument("--case", help="only the cases whose name contains this")
+    add.add_argument("--backend", choices=("numpy", "torch", "jax", "cupy"), help="the library of its arrays (numpy)")
+    add.add_argument("--device", help="where the arrays are, as the library names it: cuda:1")
+    add.add_argument("--layout", choices=("BHTD", "BTHD", "packed"),
+                     help="of arrays of batch, heads, tokens, channels (BHTD); packed is (B, T, H*d)")
+    add.add_argument("--rename", type=pairs, metavar="OURS=YOURS,...", help="names of arguments: q=query,k=key")
+    add.add_argument("--grad", action="store_true", help="gradients too, by the autograd of torch or jax")
+    add.add_argument("--vjp", metavar="MODULE:FUNCTION", help="gradients too, by your backward")
+    add.add_argument("--strides", action="store_true", help="transposed, sliced and reversed views of the arrays too")
+    add.add_argument("--repeat", type=int, metavar="N", help="N runs, which must agree bit by bit")
+    declarations(add)
+    reports.add_options(add)
+
+
+def declarations(add):
+    add.add_argument("--convention", metavar="NAME=READING,...", help="other readings: see `attention-ref conventions`")
+    add.add_argument("--tier", choices=list(TIERS), help="accept 1, 4 or 32 times the budget (strict)")
+
+
+def pairs(text):
+    """q=query,k=key as a dict."""
+    found = [pair.split("=") for pair in text.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in found):
+        raise argparse.ArgumentTypeError(f"expected ours=yours,ours=yours, got {text!r}")
+    return dict(found)
+
+
 def main(arguments=None):
     """Run the command; returns the exit code: 0 right, 1 wrong, 2 not runnable as asked."""
     options = parser().parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = COMMANDS[options.command](options) or 0
         sys.stdout.flush()
@@ -85,8 +154,8 @@ def verify(options):
     if options.impl:
         return verify_implementation(options)
     from .suite import summary
-    for name in ("case", "dtype", "accumulate"):
-        if getattr(options, name):
+    for name in ("case", "dtype", "accumulate", "convention", "tier", *CALL, *reports.KINDS):
+        if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name} goes with --impl")
     names = [options.variant] if options.variant else list(variants())
     for name in names:
@@ -98,24 +167,87 @@ def verify(options):
             rows.append(row)
             line(f"{row.variant} verified, {len(rows)} of {len(names)} variants", log=True)
     line("")
-    print(report.summaries(rows))
+    say(report.summaries(rows))
     for row in rows:
         if not row.worst.passed:
-            print("\n" + report.explain(row.worst))
+            say("\n" + report.explain(row.worst))
     return 0 if all(row.passed for row in rows) else 1
 
 
 def verify_implementation(options):
+    from .adapters import Call
     from .implementations import judge, load
     if not options.variant:
         raise ValueError("--impl needs the VARIANT it implements: attention-ref verify VARIANT --impl module:function")
-    golden, dtype = cases.load_cases(options.variant, options.case), options.dtype or "float64"
-    line = Line()
-    results, diagnosis = judge(load(options.impl), golden, dtype, options.accumulate, line)
+    golden, dtype = declared(cases.load_cases(options.variant, options.case), options), options.dtype or "float64"
+    given = {name: getattr(options, name) for name in CALL if getattr(options, name) is not None}
+    given |= dict(vjp=load(options.vjp, "vjp")) if options.vjp else {}
+    call, line = Call(load(options.impl), **given), Line()
+    results, diagnosis = judge(call, golden, dtype, options.accumulate, line)
     line("")
-    print(report.verdict(results, diagnosis, dtype))
+    return conclude(results, diagnosis, dtype, options)
+
+
+def declared(golden, options):
+    chosen = conventions.parse(options.convention, golden[0].module)
+    return [replace(conventions.under(case, chosen), limit=TIERS[options.tier or "strict"]) for case in golden]
+
+
+def conclude(results, diagnosis, dtype, options):
+    files = reports.asked_for(options)
+    say(report.verdict(results, diagnosis, dtype), sys.stderr if "-" in files.values() else sys.stdout)
+    reports.write(files, results, diagnosis, options.arguments)
     failed = any(not r.passed and not r.unsupported for r in results)
     return 1 if failed or not any(r.passed for r in results) else 0
+
+
+def adapter(options):
+    from .adapters import template
+    golden, path = cases.load_cases(options.variant), Path("adapter.py")
+    if path.exists():
+        raise ValueError(f"{path} is there and is not overwritten: rename it first")
+    path.write_text(template(max(golden, key=lambda case: len(case.gradients))))
+    print(f"{path} written: attention-ref verify {options.variant} --impl adapter:run")
+
+
+def export_(options):
+    count = export.write(options.variant, options.folder, options.format, options.dtype, options.case)
+    print(f"{options.variant}: {count} cases in {options.folder}; results go to {options.folder / 'results'}")
+
+
+def compare(options):
+    if options.program and not (options.folder.exists() and any(options.folder.iterdir())):
+        export.write(options.variant, options.folder)
+    index, golden = programs.opened(options.variant, options.folder, options.case)
+    golden, line = declared(golden, options), Line()
+    if options.program:
+        results = programs.judge_program(options.program, options.folder, index, golden, options.accumulate,
+                                         options.timeout, line)
+    else:
+        results = programs.judge_results(options.folder, golden, index["dtype"], options.accumulate)
+    line("")
+    return conclude(results, diagnose_all(results, options.accumulate), index["dtype"], options)
+
+
+def conventions_(options):
+    if options.variant:
+        cases.load_cases(options.variant)
+    print(report.readings([options.variant] if options.variant else list(variants())))
+
+
+def doctor_(options):
+    findings = doctor.examine()
+    print(report.table([(f.part, f.found, "ok" if f.healthy else "FAILED") for f in findings], ("", "found", "")))
+    return 0 if all(f.healthy for f in findings) else 1
+
+
+def probe(options):
+    from . import probe
+    from .implementations import load
+    line = Line()
+    found = probe.probe(load(options.impl), options.backend, line)
+    line("")
+    print(json.dumps(probe.record(found), indent=1) if options.json else probe.text(found))
 
 
 def golden(options):
@@ -135,6 +267,11 @@ def golden(options):
     remake(options.variant or list(variants()), options.out, progress)
 
 
+def say(text, stream=None):
+    stream = stream or sys.stdout
+    print(report.paint(text) if stream.isatty() and not os.environ.get("NO_COLOR") else text, file=stream)
+
+
 class Line:
     """One line of progress on a terminal, rewritten in place; elsewhere only what is worth a line of a log."""
 
@@ -145,4 +282,5 @@ class Line:
             print(text, file=sys.stderr, flush=True)
 
 
-COMMANDS = dict(list=list_, show=show, verify=verify, golden=golden)
+COMMANDS = dict(list=list_, show=show, verify=verify, adapter=adapter, export=export_, compare=compare, probe=probe,
+                golden=golden, conventions=conventions_, doctor=doctor_)

@@ -70,6 +70,11 @@ class Diagnosis:
         """The names of all mistakes found, none of which shares its numbers with another."""
         return [f.mistake for f in self.findings if not f.same]
 
+    def of(self, name):
+        """The part of this diagnosis that is about one failing case."""
+        findings = [replace(f, results=[r for r in f.results if r.case.name == name]) for f in self.findings]
+        return Diagnosis(1, [f for f in findings if f.results], [name] * (name in self.unexplained))
+
     def narrowed(self, other, sentences):
         """This diagnosis, keeping of every ambiguous finding what another one, made in another type, also allows."""
         allowed = set().union(*(f.candidates for f in other.findings))
@@ -155,7 +160,7 @@ def _pairs(result, slug):
     got, wrong = result.outputs, golden_mistake(result.case.variant, result.case.name, slug, result.dtype)
     pairs = {name: (got[name].astype(np.float64), y) for name, y in wrong.items()
              if name in got and got[name].shape == y.shape}
-    failed = {c.name for c in result.comparisons if c.score > 1}
+    failed = {c.name for c in result.comparisons if c.score > result.case.limit}
     return pairs if not failed or failed & set(pairs) else {}
 
 

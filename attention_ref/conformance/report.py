@@ -1,8 +1,10 @@
 """What a person reads: tables and explanations, as plain text."""
-from textwrap import indent
+import re
+from textwrap import fill, indent
 
 import numpy as np
 
+from .conventions import CONVENTIONS, read_so_by, right_under, rows, spelt
 from .diagnosis import mistakes
 from .verify import FACTOR
 
@@ -28,13 +30,13 @@ def explain(result, diagnosis=None):
     case = result.case
     lines = [f"FAILED {case.id} ({result.dtype}): {case.why}"]
     if result.error:
-        return "\n".join(lines + [f"  the implementation raised {result.error}"])
+        return "\n".join(lines + [f"  {result.error}"])
     if not result.comparisons:
         return "\n".join(lines + ["  there is no output to compare"])
-    step = next(c for c in result.comparisons if c.score > 1)
+    step = next(c for c in result.comparisons if c.score > case.limit)
     for c in dict.fromkeys([step.name, result.worst.name]):
         lines.append("  " + sentence(next(k for k in result.comparisons if k.name == c), case, first=c == step.name))
-    own = {k: v for k, v in case.conventions.items() if k not in case.module.CONVENTIONS}
+    own = {k: v for k, v in case.conventions.items() if v != case.module.CONVENTIONS.get(k)}
     lines += [f"  convention of this case: {k} = {v}" for k, v in own.items()]
     if diagnosis is not None:
         lines.append(indent(str(diagnosis), "  "))
@@ -61,18 +63,52 @@ def verdict(results, diagnosis, dtype):
     passed = sum(r.passed for r in results)
     unsupported = sum(bool(r.unsupported) for r in results)
     counts = f"{passed} passed, {len(failed)} failed, {unsupported} unsupported"
+    text += [distribution(results), ""] if any(r.comparisons for r in results) else []
     text.append(f"{results[0].case.variant} in {dtype}: {counts}")
+    limit = results[0].case.limit
+    text += [f"warning: {limit:g} times the budget of an honest run was accepted"] if limit > 1 else []
     if diagnosis.failing:
         text.append("diagnosis:\n" + indent(str(diagnosis), "  "))
+        text += right_elsewhere(right_under(results, diagnosis))
     elif passed and not failed:
         scores = [r.score for r in results if r.passed]
         text.append(f"largest error {number(max(scores))} times its budget, median {number(np.median(scores))}")
     return "\n".join(text)
 
 
+def distribution(results):
+    """Table: how many numbers of every output lie how far from exact, and where the farthest is."""
+    rows, edges = [], (0, 1 / 4, 1 / 2, 1, 10, np.inf)
+    for name in dict.fromkeys(c.name for r in results for c in r.comparisons):
+        found = [(c, r.case) for r in results for c in r.comparisons if c.name == name]
+        scores = np.concatenate([c.scores.ravel() for c, _ in found if c.scores is not None] or [np.zeros(0)])
+        upto = np.searchsorted(np.sort(scores), edges, side="right")
+        worst, case = max(found, key=lambda pair: pair[0].score)
+        where = ", ".join(filter(None, (case.name, worst.where(case))))
+        rows.append((name, *np.diff(upto, prepend=0), number(worst.score), where))
+    heads = "exact", "to 1/4", "to 1/2", "to 1", "to 10", "beyond", "largest", "where"
+    return table(rows, ("error/budget", *heads))
+
+
+def right_elsewhere(chosen):
+    """Lines that name the readings (convention -> reading) under which a wrong implementation is right."""
+    if not chosen:
+        return []
+    those = [f"  {name}={reading}: {CONVENTIONS[name].what}; read so by {read_so_by(name, reading) or 'none measured'}"
+             for name, reading in chosen.items()]
+    return [f"right under another convention: --convention {spelt(chosen)}", *those]
+
+
 def mark(result):
     """One word for a result."""
     return "ok" if result.passed else "unsupported" if result.unsupported else "FAILED"
+
+
+def paint(text):
+    """text with a colour for every verdict at the start or the end of a line, as terminals understand it."""
+    colours = dict(ok=32, FAILED=31, unsupported=33)
+    return re.sub(r"(?m)^(ok|FAILED|unsupported)\b|(?<=  )(ok|FAILED)$",
+                  lambda found: f"\x1b[{colours[found[0]]}m{found[0]}\x1b[0m", text)
 
 
 def note(result):
@@ -105,6 +141,21 @@ def page(module, cases):
     return "\n\n".join(parts)
 
 
+
+
+def readings(names):
+    """The choices of variants, by name: every reading, whose own it is, and the libraries that have it."""
+    text, cells = [], list(rows(names))
+    width = max((len(reading) for _, reading, *_ in cells), default=0)
+    for name, convention in CONVENTIONS.items():
+        found = [cell[1:] for cell in cells if cell[0] == name]
+        text += ["", f"{name}: {convention.what}"] if found else []
+        for reading, ours, mistake in found:
+            parts = (ours and f"ours in {ours}", mistake and f"a mistake elsewhere: {mistake}",
+                     read_so_by(name, reading))
+            text.append(fill("; ".join(filter(None, parts)), 120, initial_indent=f"  {reading:{width}}  ",
+                             subsequent_indent=" " * (width + 4)))
+    return "\n".join(text[1:] or ["no choice"])
 
 
 def catalogue(modules, load_cases):

@@ -12,9 +12,10 @@ import numpy as np
 from ..names import AXES
 from ..shapes import parse
 from .cases import Case
-from .numbers import TINY, UNIT
+from .numbers import TINY, UNIT, round_to
 
 FACTOR = 2
+TIERS = dict(strict=1.0, fast=4.0, loose=32.0)           # the largest score that passes, of an honest run it is below 1
 
 
 @dataclass
@@ -26,12 +27,17 @@ class Comparison:
     got: float = 0.0
     expected: float = 0.0
     problem: str = ""                   # a shape, dtype or missing output: no numbers to compare
+    scores: np.ndarray = field(default=None, repr=False, compare=False)      # error / tolerance of every element
+
+    def axes(self, case):
+        """The symbols of the axes of the place; a gradient may lack leading ones, as its input does."""
+        schema = case.module.OUTPUTS | getattr(case.module, "STEPS", {})
+        found = parse(schema.get(self.name) or case.module.INPUTS.get(self.name[1:], "")).axes
+        return found[len(found) - len(self.place):]
 
     def where(self, case):
         """The place in words: batch 0, head 2, query 3, channel 1."""
-        schema = case.module.OUTPUTS | getattr(case.module, "STEPS", {})
-        text = schema.get(self.name) or case.module.INPUTS.get(self.name[1:], "")
-        return ", ".join(f"{AXES.get(a, a)} {i}" for a, i in zip(parse(text).axes, self.place))
+        return ", ".join(f"{AXES.get(a, a)} {i}" for a, i in zip(self.axes(case), self.place))
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Result:
 
     @property
     def passed(self):
-        return not self.error and not self.unsupported and bool(self.comparisons) and self.score <= 1
+        return not self.error and not self.unsupported and bool(self.comparisons) and self.score <= self.case.limit
 
     @property
     def worst(self):
@@ -64,7 +70,7 @@ def tolerance(exact, K, dtype="float64", accumulate=None):
 
 
 def compare(name, got, exact, K, dtype, accumulate=None):
-    """Comparison of one array. NaN in exact means that any value is right there; an infinity must be met exactly."""
+    """Comparison of one array. An infinity must be met exactly, and NaN where K is NaN; any other NaN allows all."""
     got = np.asarray(got)
     if got.shape != exact.shape:
         return Comparison(name, np.inf, problem=f"expected shape {exact.shape}, got {got.shape}")
@@ -74,11 +80,13 @@ def compare(name, got, exact, K, dtype, accumulate=None):
         return Comparison(name, 0.0)
     got = got.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        score = np.abs(got - exact) / tolerance(exact, K, dtype, accumulate)
-    score = np.where(np.isnan(score), np.inf, score)
-    score = np.where((got == exact) | np.isnan(exact), 0, score)
-    place = np.unravel_index(np.argmax(score), score.shape)
-    return Comparison(name, float(score[place]), tuple(map(int, place)), float(got[place]), float(exact[place]))
+        scores = np.abs(got - exact) / tolerance(exact, K, dtype, accumulate)
+    scores = np.where(np.isnan(scores), np.inf, scores)
+    free = np.isnan(exact) & (np.isnan(got) | ~np.isnan(K))
+    too_large = np.isinf(got) & (got == round_to(exact, dtype))
+    scores = np.where((got == exact) | free | too_large, 0, scores)
+    place = tuple(map(int, np.unravel_index(np.argmax(scores), scores.shape)))
+    return Comparison(name, float(scores[place]), place, float(got[place]), float(exact[place]), scores=scores)
 
 
 def as_dict(case, outputs):

@@ -119,8 +119,8 @@ def named_outputs(y, a):
     return {ours.get(name, name): heads(x, a.get("q_num_heads")) for name, x in y.items()}
 
 
-def run(x, a, opset=25):
-    """Outputs by name of the reference implementation in the onnx package, for inputs x and attributes a."""
+def run(x, a, opset=25, engine=ReferenceEvaluator):
+    """Outputs by name for inputs x and attributes a; the engine is the reference implementation in the onnx package."""
     names = ["Y", "", "", "qk_matmul_output"] if "qk_matmul_output_mode" in a else ["Y"]
     node = helper.make_node("Attention", [name if name in x else "" for name in INPUTS], names, **a)
     types = {name: helper.np_dtype_to_tensor_dtype(y.dtype) for name, y in x.items()}
@@ -128,4 +128,4 @@ def run(x, a, opset=25):
     outputs = [helper.make_tensor_value_info(name, types["Q"], None) for name in names if name]
     graph = helper.make_graph([node], "attention", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-    return dict(zip(filter(None, names), ReferenceEvaluator(model).run(None, x)))
+    return dict(zip(filter(None, names), engine(model).run(None, x)))
