@@ -75,7 +75,8 @@ def test_one_test_per_case(outcome):
 
 def test_a_failure_is_explained_and_named(outcome):
     assert outcomes(outcome, "test_wrong") == dict(causal_wide="FAILED")
-    assert re.search(r"^FAILED sdpa/causal_wide \(float32\): Tq < Tk.*\n  o at batch .* times the budget\n", outcome, re.M)
+    said = r"^FAILED sdpa/causal_wide \(float32\): Tq < Tk.*\n  o at batch .* times the budget\n"
+    assert re.search(said, outcome, re.M)
     assert "  mask_polarity: True is read as masked" in outcome and "_judge_one" not in outcome
 
 

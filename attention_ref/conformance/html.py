@@ -31,7 +31,7 @@ pre{margin:.5rem 0;padding:.6rem .8rem;border:1px solid var(--line);border-radiu
 table{border-collapse:collapse;width:100%}
 th,td{padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);text-align:left;vertical-align:top;
 font-weight:normal}
-td:first-child{white-space:nowrap}td small{display:block}
+td:first-child,th[scope=row]{white-space:nowrap}td small{display:block}
 .number{text-align:right;font-variant-numeric:tabular-nums}
 .failed{color:var(--bad);font-weight:600}.passed{color:var(--good)}.unsupported{color:var(--soft)}
 details{border-top:1px solid var(--line);padding:.6rem 0}
@@ -122,7 +122,8 @@ def _failure(result, diagnosis, command, opened):
     """All there is to see of one failing case."""
     case = result.case
     rows = "".join(f'<tr><th scope="row">{k}</th><td>{escape(str(v))}</td></tr>' for k, v in case.conventions.items())
-    wrong = [c for c in result.comparisons if c.score > case.limit and c.scores is not None and c.name in result.outputs]
+    wrong = [c for c in result.comparisons
+             if c.score > case.limit and c.scores is not None and c.name in result.outputs]
     shown = list({c.name: c for c in (wrong[:1] + [max(wrong, key=lambda c: c.score)] if wrong else [])}.values())
     pictures = "".join(_pictures(result, c, diagnosis) for c in shown)
     return (f'<details class="case"{" open" * opened}><summary>{case.name}</summary>\n'
