@@ -6,6 +6,7 @@ these: a formula stays one independent text in one file.
 import numpy as np
 
 from .masks import causal
+from .names import draw
 
 LN2 = float(np.log(2))
 
@@ -60,7 +61,20 @@ def ramp(x, q, k, step):
     return dict(q=np.full_like(x["q"], q), k=np.full_like(x["k"], k) + step * np.arange(x["k"].shape[2])[:, None])
 
 
+def long_and_rising(x):
+    """Keys that move step by step against the queries drawn: the running maximum of a row rises again and again."""
+    steps = np.arange(x["k"].shape[2])[:, None] // 32 / 2
+    return dict(k=x["k"] - steps, v=draw("k", x["v"].shape))
+
+
 # Properties of cases
+
+def maximum_moves(x, y):
+    """The running maximum of every row of scores rises in each of the last five runs of 32 keys."""
+    s = x["q"][:, :1] @ x["k"][:, :1].swapaxes(-1, -2)
+    tiles = np.stack([s[..., j:j + 32].max(-1) for j in range(0, s.shape[-1] - 31, 32)], -1)
+    return (np.diff(np.maximum.accumulate(tiles, -1), axis=-1)[..., -5:] > 0).all()
+
 
 def returns_v(x, y):
     """o is v."""
@@ -137,6 +151,11 @@ def at_empty_rows(y, o=0, lse=-np.inf):
     """Right outputs, but for other numbers in the rows without keys and sink: lse = -inf there."""
     empty = y[1] == -np.inf
     return np.where(empty[..., None], o, y[0]), np.where(empty, lse, y[1])
+
+
+def nan_at_empty_rows(x, y):
+    """o alone, NaN in the rows that are 0/0; with Tk = 0 nothing is divided and o stays 0."""
+    return at_empty_rows(y, np.nan if x["k"].shape[2] else 0)[:1]
 
 
 def lse_in_base_2(y):

@@ -24,6 +24,13 @@ FORMAT = "attention_ref-golden-1"
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
+def own(x):
+    """A copy of x, and of the arrays in it, each in its order in memory."""
+    if isinstance(x, dict):
+        return {name: own(y) for name, y in x.items()}
+    return x.copy(order="K") if isinstance(x, np.ndarray) else copy(x)
+
+
 @dataclass
 class Case:
     """One golden case. Arrays are float64, bool or int as the schema says; scalars and options are Python values."""
@@ -57,8 +64,8 @@ class Case:
         return self.steps | self.outputs | self.gradients
 
     def copy(self):
-        """A case with dicts and lists of its own: what a caller changes in them stays with the caller."""
-        return Case(**{f.name: copy(getattr(self, f.name)) for f in fields(self)})
+        """A case with dicts, lists and arrays of its own: what a caller changes in them stays with the caller."""
+        return Case(**{f.name: own(getattr(self, f.name)) for f in fields(self)})
 
     def is_neutral(self, name):
         """Whether the case leaves an argument at the value that changes nothing."""
@@ -193,7 +200,7 @@ def tensors_of(cases):
 
 
 def write(module, cases, folder=GOLDEN):
-    """Write the two files of a variant, each whole or not at all, and enter them in the index."""
+    """Write the two files of a variant, each whole or not at all; `write_index` enters them in the index."""
     name = variant_name(module)
     text = layout(index_of(cases, module), 3) + "\n"
     tensors.write_whole(folder / f"{name}.json", text.encode())

@@ -11,7 +11,7 @@ import numpy as np
 
 from .cases import load_cases
 from .numbers import cast, conditioning
-from .verify import check, tolerance
+from .verify import Result, check, tolerance
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Finding:
         if not name:
             return text
         if margin <= 1:
-            return text + f"; {name} would give that too, but contradicts other cases"
+            return text + f"; {name} would give that too, but explains less or contradicts other cases"
         return text + f"; the next candidate, {name}, is {margin:.3g} budgets away"
 
 
@@ -138,10 +138,18 @@ def golden_mistake(variant, name, slug, dtype):
 
 
 @cache
-def _fails(variant, name, slug, dtype, accumulate):
-    """Whether a mistake itself fails a golden case."""
-    wrong = golden_mistake(variant, name, slug, dtype)
-    return bool(wrong) and not check(_golden(variant)[name], wrong, dtype, accumulate).passed
+def _fails(variant, name, slug, dtype, seen):
+    """Whether a mistake itself fails a golden case, by one of the outputs that are seen and by more than rounding."""
+    wrong = {output: y for output, y in golden_mistake(variant, name, slug, dtype).items() if output in seen}
+    return bool(wrong) and not check(_golden(variant)[name], wrong, dtype).passed
+
+
+@cache
+def _near_truth(variant, name, slug, dtype, accumulate, seen):
+    """Whether the right outputs lie within the budget around a mistake: then only its very numbers name it."""
+    case = _golden(variant)[name]
+    right = {output: y for output, y in case.expected.items() if output in seen}
+    return distance(Result(case, dtype, outputs=right), slug, accumulate) <= 1
 
 
 @cache
@@ -190,9 +198,11 @@ def _match(got, wrong, K, dtype, accumulate):
 
 def agrees(result, slug, accumulate=None):
     """Whether a mistake gives the outputs of a result; None where the mistake gets the case right."""
-    if not _fails(result.case.variant, result.case.name, slug, result.dtype, accumulate):
+    case, seen = result.case, frozenset(result.outputs)
+    if not _fails(case.variant, case.name, slug, result.dtype, seen):
         return None
-    return distance(result, slug, accumulate) <= 1
+    far = distance(result, slug, accumulate)
+    return far == 0 or far <= 1 and not _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen)
 
 
 def diagnose(case, outputs, dtype=None, accumulate=None):
@@ -206,7 +216,7 @@ def diagnose_all(results, accumulate=None):
     The first mistake is the one that explains most failing cases less those it contradicts; then the same for the cases
     that are left, until no known mistake explains more than it contradicts.
     """
-    left = [r for r in results if r.outputs and not r.passed and not r.unsupported]
+    left = [r for r in results if r.outputs and not r.passed and not r.unsupported and r.has_wrong_numbers]
     passing, failing, findings = [r for r in results if r.passed], len(left), []
     while left:
         finding = _best(left, passing, accumulate)

@@ -59,6 +59,11 @@ class Result:
         return not self.error and not self.unsupported and bool(self.comparisons) and self.score <= self.case.limit
 
     @property
+    def has_wrong_numbers(self):
+        """Whether numbers are out of budget, not only a shape or a type."""
+        return any(c.score > self.case.limit and not c.problem for c in self.comparisons)
+
+    @property
     def worst(self):
         return max(self.comparisons, key=lambda c: c.score)
 
@@ -110,10 +115,13 @@ def check(case, outputs, dtype=None, accumulate=None):
     dtype: the type it read and wrote; by default that of its first output. accumulate: the type of its sums, by default
     the same. Returns a Result; raises ValueError for output names that do not exist.
     """
-    outputs = {name: np.asarray(y) for name, y in as_dict(case, outputs).items()}
+    outputs = {name: np.array(y) for name, y in as_dict(case, outputs).items()}
     dtype = dtype or str(next(iter(outputs.values()), np.array(0.0)).dtype)
-    if dtype not in UNIT:
-        raise ValueError(f"dtype: expected one of {', '.join(UNIT)}, got {dtype!r}")
+    for argument, value in dict(dtype=dtype, accumulate=accumulate or dtype).items():
+        if value not in UNIT:
+            raise ValueError(f"{argument}: expected one of {', '.join(UNIT)}, got {value!r}")
+    if UNIT[accumulate or dtype] > UNIT[dtype]:
+        raise ValueError(f"accumulate: expected a type no narrower than {dtype}, got {accumulate!r}")
     order = [name for name in case.expected if name in outputs]
     K = case.conditioning
     found = [compare(name, outputs[name], case.expected[name], K[name], dtype, accumulate) for name in order]

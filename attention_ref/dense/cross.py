@@ -360,8 +360,8 @@ CASES = dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True,
         shows=lambda x, y: x["w_v"].shape[1] < x["w_k"].shape[1]),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, light=True, scale=0.75,
-        catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured, and a width that no 4 divides", light=True,
+        sizes=SIZES | dict(dk=6), scale=0.75, catches=("scale_ignored",)),
     padding=dict(
         why="both sequences are padded, each to its own lengths", sizes=SIZES, light=True,
         mask=lambda n: padding([4, 5], n.Tq).swapaxes(-1, -2) & padding([6, 3], n.Tk),

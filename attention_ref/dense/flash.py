@@ -320,7 +320,7 @@ BUGS = dict(
         @ unread(x["v"], x["mask"]),)),
     low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", lambda x: (
         kit.sequential_softmax(scores(x), x["v"], per_row(x["sink"], x["q"])),)),
-    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)[:1]),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.nan_at_empty_rows(x, dense(**x))),
     empty_row_uniform=("masked scores are the lowest number: a row without keys is the mean of all values", lambda x: (
         kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1])),
     empty_row_lse_zero=("lse of a row without keys is 0", lambda x: kit.at_empty_rows(dense(**x), lse=0)),
@@ -467,6 +467,13 @@ CASES = dict(
         why="NaN in keys and values nobody may attend to, half a tile and a whole one, and in a query that sees none",
         sizes=SIZES, mask=lambda n: padding([8, 8], n.Tk) & kit.but_row_1(n), change=nan_where_unread,
         catches=("masked_nan_poison",)),
+    long=dict(
+        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
+        sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3, key_block=32), scale=0.5, mask=kit.causal_of,
+        change=kit.long_and_rising, shows=kit.maximum_moves),
+    equal_widths=dict(
+        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True, mask=kit.causal_of,
+        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled; scores near 50000 rise, and the last key takes all the weight",
         sizes=SIZES, scale=0.5, change=lambda x: kit.ramp(x, 160, 146, 2),

@@ -140,7 +140,7 @@ BUGS = dict(
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: dense(**x | {"mask": x["mask"][:1]})),
     mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
     mask_polarity=("True is read as masked", lambda x: dense(**x | {"mask": ~x["mask"]})),
-    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)[:1]),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.nan_at_empty_rows(x, dense(**x))),
     empty_row_uniform=("a row without keys gives the mean of all values", lambda x: (
         kit.at_empty_rows(dense(**x), kit.mean_value(mha(x)["v"]))[:1])),
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ mha(x)["v"],)),
@@ -224,8 +224,8 @@ CASES = dict(
     narrow_values=dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(dk=16), light=True, shows=kit.narrow_values),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, light=True, scale=0.75,
-        catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured, and a width that no 4 divides", light=True,
+        sizes=SIZES | dict(dk=6), scale=0.75, catches=("scale_ignored",)),
     causal_wide=dict(
         why="a causal mask for queries that come after two cached keys", sizes=SIZES, light=True, mask=kit.causal_of,
         conventions=dict(causal="bottom-right"), catches=("mask_dropped", "mask_polarity", "repeat_along_keys")),
@@ -245,6 +245,13 @@ CASES = dict(
     masked_nan=dict(
         why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([4, 4, 4], n.Tk),
         change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"]), x), catches=("masked_nan_poison",)),
+    long=dict(
+        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
+        sizes=SIZES | dict(B=1, Hq=2, Hkv=1, Tq=9, Tk=205, dk=6, dv=3), scale=0.5, mask=kit.causal_of,
+        change=kit.long_and_rising, shows=kit.maximum_moves),
+    equal_widths=dict(
+        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True, mask=kit.causal_of,
+        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         change=lambda x: kit.ramp(x, 160, 160, -1),

@@ -316,7 +316,8 @@ CASES = dict(
     narrow_values=dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(T=4, dk=16), light=True, shows=kit.narrow_values),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, chunk_size=3,
+        why="a scale that is not 1/sqrt(dk) must be honoured, and a width that no 4 divides", sizes=SIZES | dict(dk=6),
+        scale=0.75, chunk_size=3,
         catches=("scale_ignored", "cached_keys_scaled")),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and the newest key takes all the weight", sizes=SIZES, scale=0.5,

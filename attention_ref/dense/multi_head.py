@@ -138,8 +138,8 @@ CASES = dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True,
         shows=lambda x, y: x["w_v"].shape[1] < x["w_k"].shape[1]),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, light=True, scale=0.75,
-        catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured, and a width that no 4 divides", light=True,
+        sizes=SIZES | dict(dk=6), scale=0.75, catches=("scale_ignored",)),
     causal=dict(
         why="no token sees a later one: the first has only itself", sizes=SIZES, mask=kit.causal_of,
         shows=lambda x, y: np.allclose(y["o"][:, 0], (x["x"] @ x["w_v"] @ x["w_o"])[:, 0], 1e-14),

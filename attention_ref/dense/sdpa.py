@@ -208,7 +208,7 @@ BUGS = dict(
                      lambda x: but(x, mask=kit.from_top_left(x))),
     causal_implied=("no mask is taken to mean causal",
                     lambda x: but(x, mask=causal(*kit.lengths(x), "top-left") if x["mask"].all() else x["mask"])),
-    empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)[:1]),
+    empty_row_nan=("a row without keys is 0/0", lambda x: kit.nan_at_empty_rows(x, dense(**x))),
     empty_row_uniform=("a row without keys gives the mean of all values",
                        lambda x: kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1]),
     empty_row_lse_zero=("lse of a row without keys is 0",
@@ -297,7 +297,8 @@ CASES = dict(
     narrow_values=dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True, shows=kit.narrow_values),
     scale_given=dict(
-        why="a scale that is not 1/sqrt(dk) must be honoured", sizes=SIZES, scale=0.75, catches=("scale_ignored",)),
+        why="a scale that is not 1/sqrt(dk) must be honoured, and a width that no 4 divides", sizes=SIZES | dict(dk=6),
+        scale=0.75, catches=("scale_ignored",)),
     causal_wide=dict(
         why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), light=True, mask=kit.causal_of,
         conventions=dict(causal="bottom-right"),
@@ -382,6 +383,13 @@ CASES = dict(
         mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None] & padding([6, 8], n.Tk),
         bias=lambda n: draw("bias", (n.B, 1, n.Tq, n.Tk)), sink=lambda n: draw("sink", (n.H,)) - 1,
         catches=("mask_of_head_0", "mask_of_batch_0", "sink_scaled", "softcap_after_mask")),
+    long=dict(
+        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
+        sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), scale=0.5, mask=kit.causal_of,
+        change=kit.long_and_rising, shows=kit.maximum_moves),
+    equal_widths=dict(
+        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True, mask=kit.causal_of,
+        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         change=lambda x: kit.ramp(x, 160, 160, -1),
