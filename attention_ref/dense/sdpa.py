@@ -298,7 +298,7 @@ CASES = dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True, shows=kit.narrow_values),
     scale_given=dict(
         why="a scale that is not 1/sqrt(dk) must be honoured, and a width that no 4 divides", sizes=SIZES | dict(dk=6),
-        scale=0.75, catches=("scale_ignored",)),
+        scale=0.25, catches=("scale_ignored",)),
     causal_wide=dict(
         why="Tq < Tk tells the causal anchors apart", sizes=SIZES | dict(Tk=8), light=True, mask=kit.causal_of,
         conventions=dict(causal="bottom-right"),
