@@ -28,7 +28,7 @@ def uniform(**x):
 
 
 def with_nan(**x):
-    return kit.at_empty_rows(sdpa.dense(**x), np.nan)[0]
+    return kit.nan_at_empty_rows(x, sdpa.dense(**x))[0]
 
 
 def ours(**x):

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import variants
-from ..dense import flash
 from . import cases
 from .diagnosis import mistakes, wrong_outputs
 from .numbers import TINY, UNIT, Numbers, cast, conditioning, round_to
