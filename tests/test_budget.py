@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from attention_ref import load_cases, variants
+from attention_ref import flash, load_cases, variants
 from attention_ref.conformance import budget, numbers
 from attention_ref.conformance.budget import DRAWS, DTYPES
 from attention_ref.conformance.verify import FACTOR, check
@@ -74,7 +74,7 @@ def test_draws_differ_where_it_matters():
 def test_exact_values_of_draws_are_certified():
     pytest.importorskip("flint")
     small = [case for case in draws() if case.inputs["k"].shape[2] <= 16][:12]
-    dense = budget.cases.named(budget.flash.dense, budget.flash.OUTPUTS)
+    dense = budget.cases.named(flash.dense, flash.OUTPUTS)
     for case in small:
         exact = numbers.certified(dense, case.inputs)[0]
         for name, y in case.outputs.items():
@@ -137,7 +137,7 @@ def test_every_way_gives_other_numbers(dtype):
     for inside, system, _ in budget.ways(dtype).values():
         x = {name: y.view(system) if system and np.asarray(y).dtype.kind == "f" and np.ndim(y) else y
              for name, y in numbers.cast(case.inputs, inside).items()}
-        found.add(np.asarray(budget.flash.dense(**x)[0]).tobytes())
+        found.add(np.asarray(flash.dense(**x)[0]).tobytes())
     assert len(found) == len(budget.ways(dtype))
 
 

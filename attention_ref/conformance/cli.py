@@ -29,7 +29,7 @@ EXAMPLES = """examples:
   attention-ref export sdpa cases --format txt          cases as files, for a program in any language
   attention-ref compare sdpa cases --command './sdpa {in} {out}'
   attention-ref probe --impl mymodule:attention         what your function computes, found by calling it
-  attention-ref golden gqa --out /tmp/golden            make golden data anew
+  attention-ref golden gqa --out mygolden               make golden data anew
 
 exit codes: 0 right, 1 wrong, 2 the command could not be run as asked
 """
