@@ -56,6 +56,11 @@ def nan_in_new_slots(x, names):
     return nan_where(slots >= x["past_length"][:, None, None, None], x, names)
 
 
+def one_length(x, n):
+    """The inputs with the same past_length n for every row."""
+    return x | {"past_length": np.full_like(x["past_length"], n)}
+
+
 def ramp(x, q, k, step):
     """Queries that are q and keys that are k + step j in every channel: scores rise or fall along the keys."""
     return dict(q=np.full_like(x["q"], q), k=np.full_like(x["k"], k) + step * np.arange(x["k"].shape[2])[:, None])
@@ -89,6 +94,14 @@ def sees_nothing(x, y):
 def narrow_values(x, y):
     """dv is smaller than dk."""
     return y["o"].shape[3] < x["k"].shape[3]
+
+
+# Whole cases, but for sizes and masks
+
+LONG = dict(why="scores that rise over more keys than a tile has, in no multiple of a tile", light=True, scale=0.5,
+            change=long_and_rising, shows=maximum_moves)
+EQUAL_WIDTHS = dict(why="dv = dk, as most kernels ask", light=True,
+                    shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3])
 
 
 # What mistakes read

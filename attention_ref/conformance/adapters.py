@@ -13,6 +13,7 @@ import numpy as np
 
 from ..names import NAMES
 from ..shapes import parse
+from .cases import title
 from .numbers import cast
 from .verify import as_dict
 
@@ -375,7 +376,7 @@ def template(case):
     """The text of adapter.py: a function of the arguments of the variant of a golden case, to be filled."""
     module = case.module
     words = dict(
-        variant=case.variant, title=module.__doc__.splitlines()[0].split("  ")[0].rstrip("."),
+        variant=case.variant, title=title(module),
         sizes=", ".join(case.sizes),
         conventions="\n".join(f"    {name}: {text}" for name, text in module.CONVENTIONS.items()),
         inputs=", ".join(module.INPUTS), passed=", ".join(f"{name}={name}" for name in module.INPUTS),

@@ -5,6 +5,7 @@ A variant's golden data is `golden/<variant>.json` (what each case is and why it
 """
 import hashlib
 import json
+import re
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -82,12 +83,14 @@ class Case:
         return numbers.cast(self.inputs, dtype)
 
 
+def by_name(names, y):
+    """What a form or a mistake returns, a tuple or one array, as a dict (names in order)."""
+    return dict(zip(names, y if isinstance(y, tuple) else (y,)))
+
+
 def named(function, names):
     """function with its outputs as a dict (names in order)."""
-    def call(**arguments):
-        y = function(**arguments)
-        return dict(zip(names, y if isinstance(y, tuple) else (y,)))
-    return call
+    return lambda **arguments: by_name(names, function(**arguments))
 
 
 def forms(module):
@@ -117,6 +120,16 @@ def draw_case(module, name):
 def shape_of(text, sizes):
     """The sizes of a schema string's axes."""
     return tuple(int(np.prod([sizes[s] for s in axis.split("*")])) for axis in parse(text).axes)
+
+
+def title(module):
+    """What a variant is, in a few words: the head of its docstring."""
+    return re.split(r"[.:,](?: |$)", module.__doc__.splitlines()[0])[0]
+
+
+def sentences(module):
+    """Mistake -> what is wrong, in one sentence, for every mistake of a variant."""
+    return {slug: text for bugs in (module.BUGS, getattr(module, "VJP_BUGS", {})) for slug, (text, _) in bugs.items()}
 
 
 def variant_name(module):
@@ -158,13 +171,10 @@ def without_repeats(steps):
 
 def index_of(cases, module):
     """The JSON index of a variant: everything but the tensors."""
-    def mistakes(bugs):
-        return {slug: sentence for slug, (sentence, _) in bugs.items()}
     return dict(
         format=FORMAT, variant=variant_name(module), source=module.__doc__.splitlines()[0], inputs=module.INPUTS,
         outputs=module.OUTPUTS, steps=getattr(module, "STEPS", {}), conventions=module.CONVENTIONS,
-        mistakes=mistakes(module.BUGS) | mistakes(getattr(module, "VJP_BUGS", {})),
-        cases=[record(case) for case in cases])
+        mistakes=sentences(module), cases=[record(case) for case in cases])
 
 
 def record(case):

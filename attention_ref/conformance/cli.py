@@ -2,7 +2,6 @@
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -136,10 +135,8 @@ def main(arguments=None):
 
 def list_(options):
     if options.mistakes:
-        return print(report.catalogue(variants(), cases.load_cases))
-    def first_line(module):
-        return re.split(r"[.:,](?: |$)", module.__doc__.splitlines()[0])[0]
-    found = [dict(variant=name, family=module.__name__.split(".")[-2], title=first_line(module),
+        return print(report.catalogue(variants()))
+    found = [dict(variant=name, family=module.__name__.split(".")[-2], title=cases.title(module),
                   forms=len(module.FORMS), cases=len(module.CASES), mistakes=len(mistakes(module)))
              for name, module in variants().items()]
     print(json.dumps(found, indent=1) if options.json else report.table([f.values() for f in found], list(found[0])))

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from .cases import load_cases
+from .cases import by_name, load_cases
 from .numbers import cast, conditioning
 from .verify import Result, check, tolerance
 
@@ -99,15 +99,10 @@ def _narrow(finding, allowed, sentences):
 
 def mistakes(module):
     """Slug -> (sentence, function of the inputs of a case, giving a dict of wrong outputs or gradients)."""
-    forward = {slug: (text, _as_dict(wrong, module.OUTPUTS)) for slug, (text, wrong) in module.BUGS.items()}
-    return forward | getattr(module, "VJP_BUGS", {})
-
-
-def _as_dict(wrong, names):
-    def call(x):
-        y = wrong(x)
-        return dict(zip(names, y if isinstance(y, tuple) else (y,)))
-    return call
+    def forward(wrong):
+        return lambda x: by_name(module.OUTPUTS, wrong(x))
+    outputs = {slug: (text, forward(wrong)) for slug, (text, wrong) in module.BUGS.items()}
+    return outputs | getattr(module, "VJP_BUGS", {})
 
 
 def wrong_outputs(case, slug, dtype):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from .adapters import Call
-from .diagnosis import diagnose_all, mistakes
+from .cases import sentences
+from .diagnosis import diagnose_all
 from .numbers import ARITHMETIC
 from .report import sentence
 from .verify import Comparison, Result, check
@@ -119,8 +120,8 @@ def judge(function, cases, dtype, accumulate=None, progress=lambda text: None):
             progress(case.id)
             results.append(examine(call, case, dtype, accumulate))
         diagnosis = diagnose_all(results, accumulate)
-        sentences = {slug: text for slug, (text, _) in mistakes(cases[0].module).items()}
         for wider in ("float32", "float64"):
             if any(f.same for f in diagnosis.findings) and wider != dtype:
-                diagnosis = diagnosis.narrowed(diagnose_all([run(call, case, wider) for case in cases]), sentences)
+                diagnosis = diagnosis.narrowed(diagnose_all([run(call, case, wider) for case in cases]),
+                                               sentences(cases[0].module))
     return results, diagnosis

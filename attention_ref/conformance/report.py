@@ -5,7 +5,7 @@ from textwrap import fill, indent
 import numpy as np
 
 from .conventions import CONVENTIONS, read_so_by, right_under, rows, spelt
-from .diagnosis import mistakes
+from .cases import load_cases, sentences
 from .verify import FACTOR
 
 
@@ -129,7 +129,6 @@ def summaries(rows):
 
 def page(module, cases):
     """All there is to know about a variant: formula, shapes, conventions, mistakes, cases."""
-    wrong = [(slug, text) for slug, (text, _) in mistakes(module).items()]
     shapes = [(name, text or "number") for name, text in module.INPUTS.items()]
     outputs = [(name, text) for name, text in (module.OUTPUTS | getattr(module, "STEPS", {})).items()]
     parts = [module.__doc__.strip(), "INPUTS\n" + table(shapes, ("name", "kind and shape")),
@@ -137,7 +136,7 @@ def page(module, cases):
              "CONVENTIONS\n" + table(module.CONVENTIONS.items(), ("what", "ours")),
              "FORMS\n" + ", ".join([form.__name__ for form in module.FORMS] + ["vjp"] * hasattr(module, "vjp")),
              "CASES\n" + table([(c.name, c.why) for c in cases], ("name", "why it exists")),
-             "MISTAKES\n" + table(wrong, ("name", "what is wrong"))]
+             "MISTAKES\n" + table(sentences(module).items(), ("name", "what is wrong"))]
     return "\n\n".join(parts)
 
 
@@ -158,16 +157,16 @@ def readings(names):
     return "\n".join(text[1:] or ["no choice"])
 
 
-def catalogue(modules, load_cases):
+def catalogue(modules):
     """Markdown: every mistake of every variant, what is wrong, and the cases that catch it."""
     lines = ["# Named mistakes", "", "Written by `attention-ref list --mistakes`. What is not in it, and why: "
              "[not covered](not_covered.md).", ""]
     for name, module in modules.items():
         lines += [f"## {name}", "", "| mistake | what is wrong | caught by |", "|---|---|---|"]
         golden = load_cases(name)
-        for slug, (sentence, _) in mistakes(module).items():
+        for slug, text in sentences(module).items():
             catching = [case.name for case in golden if slug in case.catches]
             more = f" and {len(catching) - 2} more" if len(catching) > 2 else ""
-            lines.append(f"| `{slug}` | {sentence} | {', '.join(catching[:2])}{more} |")
+            lines.append(f"| `{slug}` | {text} | {', '.join(catching[:2])}{more} |")
         lines.append("")
     return "\n".join(lines).rstrip()

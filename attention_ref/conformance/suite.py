@@ -60,7 +60,7 @@ def name_mistake(variant, slug):
     float16 comes first; what gives the same numbers there is told apart by the wider types.
     """
     caught, found = False, None
-    sentences = {slug: text for slug, (text, _) in mistakes(variants()[variant]).items()}
+    sentences = cases.sentences(variants()[variant])
     for dtype in ("float16", "float32", "float64"):
         results = run_mistake(variant, slug, dtype)
         caught |= any(not r.passed for r in results)

@@ -3,7 +3,7 @@
 Budget, per element:  tol = 2 (u_io |exact| + u_acc K) + eta, with K the conditioning stored with the case, u_io and
 u_acc the unit roundoffs of the type read and written and of the accumulator, eta the smallest subnormal.
 score = error / tol.
-NaN, infinities and zeros that mark absence are compared as patterns; shapes and dtypes exactly.
+NaN and infinities are compared as patterns, shapes exactly; `implementations.run` also asks for the type of the inputs.
 """
 from dataclasses import dataclass, field
 

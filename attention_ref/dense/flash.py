@@ -467,13 +467,8 @@ CASES = dict(
         why="NaN in keys and values nobody may attend to, half a tile and a whole one, and in a query that sees none",
         sizes=SIZES, mask=lambda n: padding([8, 8], n.Tk) & kit.but_row_1(n), change=nan_where_unread,
         catches=("masked_nan_poison",)),
-    long=dict(
-        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
-        sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3, key_block=32), scale=0.5, mask=kit.causal_of,
-        change=kit.long_and_rising, shows=kit.maximum_moves),
-    equal_widths=dict(
-        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True, mask=kit.causal_of,
-        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
+    long=dict(kit.LONG, sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3, key_block=32), mask=kit.causal_of),
+    equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), mask=kit.causal_of),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled; scores near 50000 rise, and the last key takes all the weight",
         sizes=SIZES, scale=0.5, change=lambda x: kit.ramp(x, 160, 146, 2),

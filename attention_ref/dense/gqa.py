@@ -245,13 +245,8 @@ CASES = dict(
     masked_nan=dict(
         why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([4, 4, 4], n.Tk),
         change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"]), x), catches=("masked_nan_poison",)),
-    long=dict(
-        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
-        sizes=SIZES | dict(B=1, Hq=2, Hkv=1, Tq=9, Tk=205, dk=6, dv=3), scale=0.5, mask=kit.causal_of,
-        change=kit.long_and_rising, shows=kit.maximum_moves),
-    equal_widths=dict(
-        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True, mask=kit.causal_of,
-        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
+    long=dict(kit.LONG, sizes=SIZES | dict(B=1, Hq=2, Hkv=1, Tq=9, Tk=205, dk=6, dv=3), mask=kit.causal_of),
+    equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), mask=kit.causal_of),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         change=lambda x: kit.ramp(x, 160, 160, -1),

@@ -165,11 +165,6 @@ def placed(x, slot):
     return gqa.dense(**whole(**x) | {"k": key, "v": value})[0], key, value
 
 
-def one_length(x, n):
-    """The same past_length n for every row."""
-    return dense(**x | {"past_length": np.full_like(x["past_length"], n)})
-
-
 def appended(x):
     """o with the new tokens after slot P - 1 and a causal mask from the bottom right."""
     key, value = (np.concatenate(y, axis=2) for y in ((x["past_key"], x["k"]), (x["past_value"], x["v"])))
@@ -207,10 +202,10 @@ BUGS = dict(
         x, lambda n, t, j, T, P: (n <= j) & (j <= n + t))),
     mask_of_longest_row=("slots are right, but every row may see as far as the longest", lambda x: masked(
         x, lambda n, t, j, T, P: j <= n.max() + t)),
-    length_of_longest_row=("the longest past of the batch is taken for every row", lambda x: one_length(
-        x, max(x["past_length"]))),
-    length_of_row_0=("the past_length of batch entry 0 is taken for every row", lambda x: one_length(
-        x, x["past_length"][0])),
+    length_of_longest_row=("the longest past of the batch is taken for every row", lambda x: dense(
+        **kit.one_length(x, max(x["past_length"])))),
+    length_of_row_0=("the past_length of batch entry 0 is taken for every row", lambda x: dense(
+        **kit.one_length(x, x["past_length"][0]))),
     slot_one_late=("new token t goes to slot past_length + t + 1", lambda x: placed(x, lambda n, t: n + t + 1)),
     slot_one_early=("the first new token overwrites the last cached one", lambda x: placed(
         x, lambda n, t: max(n - 1, 0) + t)),

@@ -437,14 +437,8 @@ CASES |= dict(
     strided=dict(
         why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, **ON["causal"], **ON["padding"],
         change=kit.strided, catches=("strides_ignored",)),
-    long=dict(
-        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
-        sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), scale=0.5, causal=True, anchor="bottom-right",
-        change=kit.long_and_rising, shows=kit.maximum_moves),
-    equal_widths=dict(
-        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True,
-        causal=True, anchor="bottom-right",
-        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
+    long=dict(kit.LONG, sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), causal=True, anchor="bottom-right"),
+    equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), causal=True, anchor="bottom-right"),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         causal=True, change=lambda x: kit.ramp(x, 160, 160, -1),

@@ -126,7 +126,7 @@ def masked(x, keep):
     return kit.with_o(dense(**x), gqa.dense(**y | {"mask": mask})[0])
 
 
-def with_o(x, change):
+def with_rings(x, change):
     """The right o beside rings wrong by change."""
     o, key, value = dense(**x)
     return o, change(key), change(value)
@@ -181,14 +181,14 @@ BUGS = dict(
     token_over_token=("every token of a call goes to the slot of the first", lambda x: placed(
         x, lambda p, t, W: (p - t) % W)),
     length_of_longest_row=("the longest past of the batch is taken for every row", lambda x: dense(
-        **x | {"past_length": np.full_like(x["past_length"], max(x["past_length"]))})),
+        **kit.one_length(x, max(x["past_length"])))),
     length_of_row_0=("the past_length of batch entry 0 is taken for every row", lambda x: dense(
-        **x | {"past_length": np.full_like(x["past_length"], x["past_length"][0])})),
-    present_in_order=("the ring comes back in order of position, the oldest token in slot 0", lambda x: with_o(
+        **kit.one_length(x, x["past_length"][0]))),
+    present_in_order=("the ring comes back in order of position, the oldest token in slot 0", lambda x: with_rings(
         x, lambda y: turn(y, x["past_length"] + x["q"].shape[2]))),
     present_not_written=("the rings are returned as they came", lambda x: (
         dense(**x)[0], x["ring_key"], x["ring_value"])),
-    unused_slots_cleared=("slots without a token are set to 0", lambda x: with_o(x, lambda y: y * written(x))),
+    unused_slots_cleared=("slots without a token are set to 0", lambda x: with_rings(x, lambda y: y * written(x))),
     cached_keys_scaled=("keys are scaled on their way into the ring, and the scores again", lambda x: dense(
         **x | {"k": x["scale"] * x["k"]})),
     heads_tiled=("query head h reads kv head h mod Hkv", lambda x: kit.with_o(

@@ -383,13 +383,8 @@ CASES = dict(
         mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None] & padding([6, 8], n.Tk),
         bias=lambda n: draw("bias", (n.B, 1, n.Tq, n.Tk)), sink=lambda n: draw("sink", (n.H,)) - 1,
         catches=("mask_of_head_0", "mask_of_batch_0", "sink_scaled", "softcap_after_mask")),
-    long=dict(
-        why="scores that rise over 205 keys, in tiles that no power of two divides", light=True,
-        sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), scale=0.5, mask=kit.causal_of,
-        change=kit.long_and_rising, shows=kit.maximum_moves),
-    equal_widths=dict(
-        why="dv = dk, as most kernels ask", sizes=SIZES | dict(dk=4, dv=4), light=True, mask=kit.causal_of,
-        shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3]),
+    long=dict(kit.LONG, sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), mask=kit.causal_of),
+    equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), mask=kit.causal_of),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         change=lambda x: kit.ramp(x, 160, 160, -1),
