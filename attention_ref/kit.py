@@ -102,6 +102,9 @@ LONG = dict(why="scores that rise over more keys than a tile has, in no multiple
             change=long_and_rising, shows=maximum_moves)
 EQUAL_WIDTHS = dict(why="dv = dk, as most kernels ask", light=True,
                     shows=lambda x, y: x["v"].shape[3] == x["k"].shape[3])
+HIDDEN_LARGEST = dict(why="the first key that a query does not see has a score 256 higher, the next one 512",
+                      light=True, scale=0.5, change=lambda x: ramp(x, 32, 0, 4),
+                      catches=("hidden_key_in_max", "hidden_key_overflows"))
 
 
 # What mistakes read
@@ -124,6 +127,11 @@ def mean_value(v):
 def memory_order(a):
     """The numbers as they lie in memory, read as if the array were contiguous."""
     return a.ravel(order="K").reshape(a.shape)
+
+
+def transposed_if_square(a):
+    """a with its last two axes exchanged where that fits, else a."""
+    return a.swapaxes(-1, -2) if a.shape[-1] == a.shape[-2] else a
 
 
 def hidden_keys(mask):
@@ -179,6 +187,26 @@ def lse_in_base_2(y):
 def width_of_keys(x, y):
     """Right outputs, but for the channels of o from dk on, which stay 0."""
     return with_o(y, y[0] * (np.arange(x["v"].shape[3]) < x["k"].shape[3]))
+
+
+def shifted_by_hidden(s, mask, sink=-np.inf):
+    """The weights for logits s when the maximum that is subtracted runs over hidden keys too."""
+    s = plain(s)
+    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+    return _normalised(np.where(mask, np.exp(s - np.where(m == -np.inf, 0, m)), 0), np.exp(sink - m))
+
+
+def hidden_times_zero(s, mask, sink=-np.inf):
+    """The weights for logits s when exp of a hidden one is multiplied by 0: inf 0 is NaN."""
+    s = plain(s)
+    m = np.maximum(np.where(mask, s, -np.inf).max(-1, keepdims=True, initial=-np.inf), sink)
+    m = np.where(m == -np.inf, 0, m)
+    return _normalised(np.exp(s - m) * mask, np.exp(sink - m))
+
+
+def _normalised(e, rest):
+    z = e.sum(-1, keepdims=True) + rest
+    return e / np.where(z == 0, 1, z)
 
 
 def sequential_softmax(s, v, sink):

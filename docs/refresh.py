@@ -2,17 +2,21 @@
 
 A quotation is a fenced block under a comment that holds the command: <!-- output of: attention-ref list -->. The Python
 block that names its file in the first line (# mine.py) is saved, so that commands can use it. The table of chapters is
-made from the notebooks, docs/mistakes.md is one command's output as a whole. --check writes nothing; exit code 1 if a
+made from the notebooks, docs/mistakes.md is one command's output as a whole, docs/wrong_implementations.md is made from
+what tests/wrong holds. --check writes nothing; exit code 1 if a
 page is not what it would be, up to measured numbers.
 """
 import contextlib
 import io
 import re
+import runpy
 import shlex
 import sys
 import tempfile
 from pathlib import Path
 
+from attention_ref import variants
+from attention_ref.conformance.cases import sentences
 from attention_ref.conformance.cli import main as attention_ref
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +56,29 @@ def chapters():
     return "\n".join(rows)
 
 
+WRONG = """# Wrong implementations, and what the tool says
+
+Each was written from a public thread, as people write such code. The first 56 were written without a look at the
+[named mistakes](mistakes.md): all were refused, and 38 were given the right name. What the other 18 showed was mended, in the
+tables and in the diagnosis. The tests run all of them: each is refused, and {named} of {all} are named as below.
+
+| implementation | what is wrong with it | from | it is named |
+|---|---|---|---|
+"""
+
+
+def wrong_implementations():
+    """The page of wrong implementations: what each does, the thread it is from, the mistake it is told to be."""
+    wrong = runpy.run_path(str(ROOT / "tests/wrong/named.py"))
+    rows, described = [], wrong["described"]()
+    for name, mistake in wrong["NAMED"].items():
+        (text, thread), path = described[name], name.partition(".")[0]
+        said = f"`{mistake}`: {sentences(variants()[wrong['variant'](name)])[mistake]}" if mistake else "caught, not named"
+        rows.append(f"| [{name}](../tests/wrong/{path}.py) | {text} | {thread} | {said} |\n")
+    named = sum(mistake is not None for mistake in wrong["NAMED"].values())
+    return WRONG.format(named=named, all=len(rows)) + "".join(row.replace("_torch.", ".", 1) for row in rows)
+
+
 def pages():
     """Path -> the text it should hold."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -60,7 +87,8 @@ def pages():
         sys.path.remove(folder)
         conventions = refreshed((ROOT / "docs/conventions.md").read_text())
     return {ROOT / "README.md": readme, ROOT / "docs/conventions.md": conventions,
-            ROOT / "docs/mistakes.md": output("list --mistakes")}
+            ROOT / "docs/mistakes.md": output("list --mistakes"),
+            ROOT / "docs/wrong_implementations.md": wrong_implementations()}
 
 
 def same(a, b):

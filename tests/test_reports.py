@@ -53,8 +53,8 @@ def strictly(text):
 def test_json_says_what_the_results_say(judged):
     results, diagnosis = judged
     found = strictly(formats.as_json(*judged))
-    assert list(found) == ["format", "variant", "dtype", "limit", "versions", "verdict", "counts", "diagnosis",
-                           "unexplained", "right_under", "cases"]
+    assert list(found) == ["format", "variant", "dtype", "limit", "versions", "verdict", "complete", "counts",
+                           "diagnosis", "unexplained", "right_under", "cases"]
     assert (found["format"], found["variant"], found["dtype"]) == ("attention_ref-verdict-1", "sdpa", "float32")
     assert found["verdict"] == "wrong" and sum(found["counts"].values()) == len(results) == len(found["cases"])
     assert found["diagnosis"][0]["mistake"] == diagnosis.mistake == "empty_row_uniform"
@@ -245,7 +245,7 @@ def test_verify_writes_all_three(here, capsys):
     code = cli.main([*VERIFY, "--json", "v.json", "--junit", "v.xml", "--html=v.html", "--dtype", "float32"])
     out, _ = capsys.readouterr()
     assert code == 1 and "FAILED" in out and "mask_polarity" in out
-    assert strictly((here / "v.json").read_text())["counts"] == dict(passed=0, failed=1, unsupported=0)
+    assert strictly((here / "v.json").read_text())["counts"] == dict(passed=0, failed=1, unsupported=0, not_asked=0)
     assert ElementTree.parse(here / "v.xml").getroot().get("failures") == "1"
     command = "attention-ref verify sdpa --impl attempt_to_report:wrong --dtype float32 --case sdpa/causal_wide<"
     assert command in (here / "v.html").read_text()
@@ -309,7 +309,8 @@ class Terminal(io.StringIO):
 
 def test_colour_is_for_terminals(judged, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    text = report.verdict(*judged, "float32")
+    rows = [report.row(r, [r.case for r in judged[0]]) for r in judged[0]]
+    text = "\n".join([*rows, report.verdict(*judged, "float32")])
     terminal, file = Terminal(), io.StringIO()
     cli.say(text, terminal)
     cli.say(text, file)

@@ -190,6 +190,11 @@ class Call:
         if self.strides and not self.library.views:
             raise ValueError(f"strides: arrays of {self.backend} have none")
 
+    @property
+    def views(self):
+        """How the arrays may lie in memory beside the plain way, if that is asked for."""
+        return self.library.views if self.strides else ()
+
     def check_names(self, case):
         """ValueError for a name that the variant or the function does not have, or a backward in the wrong place."""
         ours = [*case.inputs, *case.outputs]
@@ -246,6 +251,15 @@ class Call:
                 raise ValueError(f"gradients: expected {', '.join(case.gradients)}, got {len(y)} arrays")
             y = dict(zip(case.gradients, y))
         return with_rest(case, self.numpy(case, self.named(case, y)), d)
+
+    def used(self, case, outputs):
+        """The cotangents that reached the gradients, () if all did: those a backward takes, or of what autograd saw."""
+        names, lost = ["d" + name for name in case.outputs], []
+        if self.vjp or self._taken(self.function, names):
+            lost = self._untaken(self.vjp or self.function, names)
+        elif self.grad:
+            lost = [name for name in names if name[1:] not in outputs]
+        return tuple(name for name in names if name not in lost) if lost else ()
 
     def arguments(self, function, case, dtype):
         """What function takes of a case, by our names; NotImplementedError if the case needs more than it takes."""

@@ -1,10 +1,8 @@
 """Experiments on how a black box runs: its state, its determinism, its sums, and what a call costs."""
 import time
-import tracemalloc
 
 import numpy as np
 
-from .adapters import to_numpy
 from .blackbox import draw
 from .experiments import Fact, near, short
 
@@ -47,8 +45,8 @@ def determinism(box):
     given = draw(n)
     runs = [box(*given) for _ in range(3)]
     equal = all(np.array_equal(runs[0], y, equal_nan=True) for y in runs[1:])
-    left = {role: to_numpy(box.given[box.names[role]]) for role in "qkv"}
-    clean = all(np.array_equal(left[role], box.give(role, x)) for role, x in zip("qkv", given))
+    left = box.callee.left()
+    clean = all(np.array_equal(left[box.names[role]], box.give(role, x)) for role, x in zip("qkv", given))
     value = "the same bits every time" if equal else "differs from call to call"
     return Fact("determinism", value + ("" if clean else "; arguments are overwritten"),
                 f"3 calls, largest difference {max(np.abs(runs[0] - y).max() for y in runs):.3g}")
@@ -112,7 +110,7 @@ def cost(box):
     uneven = " (unevenly: the machine is busy)" * bool(len(steps) and (steps.max() > 12 or steps.min() < 0.9))
     text = f"time T^{slope(lengths[-3:], seconds[-3:]):.1f}{uneven}"
     evidence = f"{short(np.multiply(1e3, seconds))} ms at T = {short(lengths)}"
-    if box.backend == "numpy":
+    if box.callee.measures_memory:
         text += f", memory T^{slope(lengths[-3:], bytes_[-3:]):.1f}"
         evidence += f"; {short(np.array(bytes_) / 2 ** 20)} MiB"
     return Fact("cost", text, evidence)
@@ -120,16 +118,15 @@ def cost(box):
 
 def timed(box, given):
     """Seconds of one call."""
-    start = time.perf_counter()
     box(*given)
-    return time.perf_counter() - start
+    return box.seconds
 
 
 def peak(box, given):
     """Bytes that NumPy held at most during one call, more than before it."""
-    tracemalloc.start()
+    box.traced = True
     try:
         box(*given)
-        return tracemalloc.get_traced_memory()[1]
     finally:
-        tracemalloc.stop()
+        box.traced = False
+    return box.bytes

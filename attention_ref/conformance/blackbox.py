@@ -1,8 +1,11 @@
 """A function known by its calls alone: the names of its parameters, the layout of its arrays, the sizes it takes.
 
-Inside, all arrays are (B, H, T, d); `Box` puts them into the layout of the function and its output back.
+Inside, all arrays are (B, H, T, d); `Box` puts them into the layout of the function and its output back. A `Callee`
+holds the function itself, here or in a process of its own.
 """
 import re
+import time
+import tracemalloc
 from inspect import Parameter, signature
 from itertools import product
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from .. import variants
 from ..names import NAMES
 from .adapters import BACKENDS, first_line, to_numpy
 from .cases import shape_of
+from .isolation import NotAsked, plain
 
 ALIASES = dict(queries="q", keys="k", values="v", attention_mask="mask", sm_scale="scale", logits_soft_cap="softcap",
                soft_cap="softcap", is_causal="causal", num_heads="heads", n_heads="heads", h0="initial_state",
@@ -80,6 +84,61 @@ def parameters(function):
     return {p.name: p.default is p.empty for p in found if p.kind not in stars} or None
 
 
+class Callee:
+    """A function that gets and gives NumPy arrays, whatever library its own are of."""
+
+    def __init__(self, function, backend="numpy"):
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.function, self.library = function, BACKENDS[backend](None)
+        self.measures_memory = backend == "numpy"        # other libraries have their own
+
+    def parameters(self):
+        """See `parameters`."""
+        return parameters(self.function)
+
+    def call(self, given, dtype, traced=False):
+        """(the arrays it returns, the seconds that it took, the bytes that NumPy held at most if traced, else 0)."""
+        with self.library.scope(dtype), np.errstate(all="ignore"):
+            self.given = {name: self.library.array(x, dtype) if isinstance(x, np.ndarray) else x
+                          for name, x in given.items()}
+            y, seconds, most = measured(lambda: self.function(**self.given), traced)
+            many = y.values() if isinstance(y, dict) else y if isinstance(y, (tuple, list)) else (y,)
+            return [plain(to_numpy(x)) for x in many if x is not None], seconds, most
+
+    def left(self):
+        """Name -> what the last call left of the arrays that it was given."""
+        return {name: plain(to_numpy(x)) for name, x in self.given.items() if hasattr(x, "dtype")}
+
+
+class IsolatedCallee:
+    """A `Callee` that lives in a `Worker`."""
+
+    def __init__(self, worker, backend):
+        self.worker, self.measures_memory = worker, backend == "numpy"
+
+    def parameters(self):
+        return self.worker.ask("parameters")
+
+    def call(self, given, dtype, traced=False):
+        return self.worker.ask("call", given, dtype, traced)
+
+    def left(self):
+        return self.worker.ask("left")
+
+
+def measured(function, traced):
+    """(what function() returns, seconds, the most bytes that Python and NumPy held if traced, else 0)."""
+    start = time.perf_counter()
+    if not traced:
+        return function(), time.perf_counter() - start, 0
+    tracemalloc.start()
+    try:
+        return function(), time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 class Box:
     """A function of at least q, k, v as a black box.
 
@@ -87,12 +146,10 @@ class Box:
     """
 
     def __init__(self, function, backend="numpy"):
-        if backend not in BACKENDS:
-            raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-        self.function, self.backend, self.dtype, self.flat, self.hides = function, backend, "float64", False, False
-        self.library = BACKENDS[backend](None)
+        self.callee = function if isinstance(function, (Callee, IsolatedCallee)) else Callee(function, backend)
+        self.dtype, self.traced, self.flat, self.hides = "float64", False, False, False
         self.linear, self.rows, self.support, self.fit = False, False, None, None          # what experiments found
-        known, found = aliases(), parameters(function) or dict(q=True, k=True, v=True, scale=True)
+        known, found = aliases(), self.callee.parameters() or dict(q=True, k=True, v=True, scale=True)
         if len(found) < 3:
             raise ValueError(f"impl: expected a function of at least q, k, v, got one of ({', '.join(found)})")
         self.names = {known.get(name, name): name for name in reversed(found)}
@@ -120,7 +177,7 @@ class Box:
         return role in self.names
 
     def __call__(self, q, k, v, **roles):
-        """o (B, H, Tq, dv) as NumPy; `given` keeps what the function was given, `outputs` all that it returned."""
+        """o (B, H, Tq, dv); `outputs` keeps all that the function returned, `seconds` and `bytes` what it cost."""
         n = dict(B=q.shape[0], H=q.shape[1], Hq=q.shape[1], Hkv=k.shape[1], Tq=q.shape[2], Tk=k.shape[2],
                  T=k.shape[2], P=k.shape[2], dk=q.shape[3], dv=v.shape[3])
         n = SimpleNamespace(**RAGGED | n)
@@ -129,12 +186,7 @@ class Box:
         filled |= dict(mask=~filled["mask"]) if self.hides else {}
         roles = grouped | filled | dict(q=q, k=k, v=v) | roles
         given = {self.names[role]: self.give(role, x) for role, x in roles.items()}
-        with self.library.scope(self.dtype), np.errstate(all="ignore"):
-            self.given = {name: self.library.array(x, self.dtype) if isinstance(x, np.ndarray) else x
-                          for name, x in given.items()}
-            y = self.function(**self.given)
-            many = y.values() if isinstance(y, dict) else y if isinstance(y, (tuple, list)) else (y,)
-            self.outputs = [to_numpy(x) for x in many if x is not None]
+        self.outputs, self.seconds, self.bytes = self.callee.call(given, self.dtype, self.traced)
         return LAYOUTS[self.layout][3](self.outputs[0], n.H)
 
     def give(self, role, x):
@@ -193,7 +245,7 @@ def _open(box):
                 try:
                     mixed = _mixes(box)
                 except Exception as error:
-                    if box.layout == "BHTD":
+                    if box.layout == "BHTD" and not isinstance(error, NotAsked):
                         problem = f"{type(error).__name__}: {first_line(error)}"
                     continue
                 if mixed is False:

@@ -2,18 +2,21 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from .. import __version__, variants
 from . import cases, conventions, doctor, export, programs, report, reports
-from .diagnosis import diagnose_all, mistakes
+from .diagnosis import Diagnosis, diagnose_all, mistakes
+from .isolation import TIMEOUT, Worker
 from .numbers import UNIT
-from .verify import TIERS
+from .verify import TIERS, Result
 
 CALL = "backend", "device", "layout", "rename", "grad", "vjp", "strides", "repeat"
 EXAMPLES = """examples:
@@ -30,7 +33,7 @@ EXAMPLES = """examples:
   attention-ref probe --impl mymodule:attention         what your function computes, found by calling it
   attention-ref golden gqa --out mygolden               make golden data anew
 
-exit codes: 0 right, 1 wrong, 2 the command could not be run as asked
+exit codes: 0 right, 1 wrong, 2 the command could not be run as asked, 130 interrupted
 """
 
 
@@ -57,6 +60,7 @@ def parser():
     add.add_argument("--impl", metavar="MODULE:FUNCTION", required=True, help="a function of at least q, k, v")
     add.add_argument("--backend", choices=("numpy", "torch", "jax", "cupy"), default="numpy",
                      help="the library of its arrays (numpy)")
+    isolation(add)
     add.add_argument("--json", action="store_true", help="as JSON")
     add = commands.add_parser("golden", help="make golden data anew (needs python-flint)")
     add.add_argument("variant", nargs="*", help="all of them if left out")
@@ -77,7 +81,7 @@ def program_commands(commands):
     add.add_argument("folder", metavar="DIR", type=Path, help="what `export` wrote; the results are in DIR/results")
     add.add_argument("--command", dest="program", metavar="'PROGRAM {in} {out}'",
                      help="run this for every case, with the paths of its input and result; exports if DIR is empty")
-    add.add_argument("--timeout", type=float, default=60, help="seconds for one case (60)")
+    add.add_argument("--timeout", type=float, default=TIMEOUT, help=f"seconds for one case ({TIMEOUT:g})")
     add.add_argument("--accumulate", choices=list(UNIT), help="the type of its sums, if wider")
     add.add_argument("--case", help="only the cases whose name contains this")
     declarations(add)
@@ -100,8 +104,16 @@ def verify_options(add):
     add.add_argument("--vjp", metavar="MODULE:FUNCTION", help="gradients too, by your backward")
     add.add_argument("--strides", action="store_true", help="transposed, sliced and reversed views of the arrays too")
     add.add_argument("--repeat", type=int, metavar="N", help="N runs, which must agree bit by bit")
+    isolation(add)
     declarations(add)
     reports.add_options(add)
+
+
+def isolation(add):
+    add.add_argument("--timeout", type=float, metavar="SECONDS",
+                     help=f"for one call of the function ({TIMEOUT:g}); a process of its own is stopped then")
+    add.add_argument("--in-process", action="store_true",
+                     help="call it in this process, for a debugger: a hang or a crash is that of the command")
 
 
 def declarations(add):
@@ -118,7 +130,7 @@ def pairs(text):
 
 
 def main(arguments=None):
-    """Run the command; returns the exit code: 0 right, 1 wrong, 2 not runnable as asked."""
+    """Run the command; returns the exit code: 0 right, 1 wrong, 2 not runnable as asked, 130 interrupted."""
     options = parser().parse_args(arguments)
     options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -131,6 +143,9 @@ def main(arguments=None):
     except (ValueError, OSError) as error:
         print(f"attention-ref: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("attention-ref: interrupted", file=sys.stderr)
+        return 130
 
 
 def list_(options):
@@ -151,9 +166,9 @@ def verify(options):
     if options.impl:
         return verify_implementation(options)
     from .suite import summary
-    for name in ("case", "dtype", "accumulate", "convention", "tier", *CALL, *reports.KINDS):
+    for name in ("case", "dtype", "accumulate", "convention", "tier", "timeout", "in_process", *CALL, *reports.KINDS):
         if getattr(options, name) not in (None, False):
-            raise ValueError(f"--{name} goes with --impl")
+            raise ValueError(f"--{name.replace('_', '-')} goes with --impl")
     names = [options.variant] if options.variant else list(variants())
     for name in names:
         cases.load_cases(name)
@@ -172,17 +187,38 @@ def verify(options):
 
 
 def verify_implementation(options):
-    from .adapters import Call
-    from .implementations import judge, load
+    from .implementations import diagnosis_of, joining, results_of
     if not options.variant:
         raise ValueError("--impl needs the VARIANT it implements: attention-ref verify VARIANT --impl module:function")
     golden, dtype = declared(cases.load_cases(options.variant, options.case), options), options.dtype or "float64"
+    with called(options) as call:
+        code, results = conclude(results_of(call, golden, dtype, options.accumulate), golden, dtype, options,
+                                 lambda results: diagnosis_of(call, results, options.accumulate))
+        if code == 1 and not any(r.comparisons for r in results) and (text := joining(call, golden[0])):
+            say(text, stream_of(options))
+    return code
+
+
+@contextmanager
+def called(options):
+    """The function as what is judged: in a process of its own, which ends with the block, or in this one."""
+    from .implementations import Answers, Isolated, loaded
     given = {name: getattr(options, name) for name in CALL if getattr(options, name) is not None}
-    given |= dict(vjp=load(options.vjp, "vjp")) if options.vjp else {}
-    call, line = Call(load(options.impl), **given), Line()
-    results, diagnosis = judge(call, golden, dtype, options.accumulate, line)
-    line("")
-    return conclude(results, diagnosis, dtype, options)
+    if in_this_process(options):
+        yield loaded(options.impl, **given)
+        return
+    with Worker(Answers, options.impl, given.pop("vjp", None), given, timeout=seconds(options)) as worker:
+        yield Isolated(worker, given.get("rename", {}), given.get("repeat", 1))
+
+
+def in_this_process(options):
+    if options.in_process and options.timeout is not None:
+        raise ValueError("timeout: a call in this process cannot be stopped: --timeout or --in-process")
+    return options.in_process
+
+
+def seconds(options):
+    return TIMEOUT if options.timeout is None else options.timeout
 
 
 def declared(golden, options):
@@ -190,12 +226,41 @@ def declared(golden, options):
     return [replace(conventions.under(case, chosen), limit=TIERS[options.tier or "strict"]) for case in golden]
 
 
-def conclude(results, diagnosis, dtype, options):
-    files = reports.asked_for(options)
-    say(report.verdict(results, diagnosis, dtype), sys.stderr if "-" in files.values() else sys.stdout)
-    reports.write(files, results, diagnosis, options.arguments)
-    failed = any(not r.passed and not r.unsupported for r in results)
-    return 1 if failed or not any(r.passed for r in results) else 0
+def conclude(results, golden, dtype, options, diagnose):
+    """The exit code and the Results: shown as they come, then diagnosed and reported; Ctrl-C keeps what is there."""
+    found, interrupted = shown(results, golden, dtype, stream_of(options))
+    try:
+        diagnosis = diagnose_all(found, options.accumulate) if interrupted else diagnose(found)
+    except KeyboardInterrupt:
+        diagnosis, interrupted = Diagnosis(), True
+    absent = "not asked: --grad or --vjp" if options.command == "verify" else "not written"
+    say("\n" + report.verdict(found, diagnosis, dtype, absent), stream_of(options))
+    reports.write(reports.asked_for(options), found, diagnosis, options.arguments)
+    failed = any(r.failed for r in found) or not any(r.passed for r in found)
+    return 130 if interrupted else int(failed), found
+
+
+def shown(results, golden, dtype, stream):
+    """(Results, whether Ctrl-C came): a row for each as it is there, the case that is asked below the last."""
+    line, found = Line(), []
+    try:
+        line(report.progress(0, golden))
+        for result in results:
+            found.append(result)
+            line("")
+            say((report.heads(golden) + "\n") * (len(found) == 1) + report.row(result, golden), stream)
+            line(report.progress(len(found), golden))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        line("")
+    missing = [Result(case, dtype, not_asked="interrupted") for case in golden[len(found):]]
+    return found + missing, bool(missing)
+
+
+def stream_of(options):
+    """Where a person reads: standard output, unless a report goes there."""
+    return sys.stderr if "-" in reports.asked_for(options).values() else sys.stdout
 
 
 def adapter(options):
@@ -216,14 +281,14 @@ def compare(options):
     if options.program and not (options.folder.exists() and any(options.folder.iterdir())):
         export.write(options.variant, options.folder)
     index, golden = programs.opened(options.variant, options.folder, options.case)
-    golden, line = declared(golden, options), Line()
+    golden = declared(golden, options)
     if options.program:
         results = programs.judge_program(options.program, options.folder, index, golden, options.accumulate,
-                                         options.timeout, line)
+                                         options.timeout)
     else:
         results = programs.judge_results(options.folder, golden, index["dtype"], options.accumulate)
-    line("")
-    return conclude(results, diagnose_all(results, options.accumulate), index["dtype"], options)
+    return conclude(results, golden, index["dtype"], options,
+                    lambda results: diagnose_all(results, options.accumulate))[0]
 
 
 def conventions_(options):
@@ -240,11 +305,23 @@ def doctor_(options):
 
 def probe(options):
     from . import probe
-    from .implementations import load
     line = Line()
-    found = probe.probe(load(options.impl), options.backend, line)
+    with probed(options) as callee:
+        found = probe.probe(callee, options.backend, line)
     line("")
     print(json.dumps(probe.record(found), indent=1) if options.json else probe.text(found))
+
+
+@contextmanager
+def probed(options):
+    """The function as a `Callee`, in a process of its own or in this one."""
+    from .blackbox import IsolatedCallee
+    from .implementations import callee
+    if in_this_process(options):
+        yield callee(options.impl, options.backend)
+        return
+    with Worker(callee, options.impl, options.backend, timeout=seconds(options)) as worker:
+        yield IsolatedCallee(worker, options.backend)
 
 
 def golden(options):
@@ -266,7 +343,7 @@ def golden(options):
 
 def say(text, stream=None):
     stream = stream or sys.stdout
-    print(report.paint(text) if stream.isatty() and not os.environ.get("NO_COLOR") else text, file=stream)
+    print(report.paint(text) if stream.isatty() and not os.environ.get("NO_COLOR") else text, file=stream, flush=True)
 
 
 class Line:
@@ -274,7 +351,8 @@ class Line:
 
     def __call__(self, text, log=False):
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
         elif log:
             print(text, file=sys.stderr, flush=True)
 

@@ -133,7 +133,7 @@ def join(exact, K, moves):
 
 def right_under(results, diagnosis):
     """The readings (convention -> reading) under which every failing result would be right; {} if there are none."""
-    chosen, failing = {}, [r for r in results if not r.passed and not r.unsupported]
+    chosen, failing = {}, [r for r in results if r.failed]
     for finding in diagnosis.findings:
         for name, readings in choices(failing[0].case.module).items():
             for reading, slugs in readings.items():

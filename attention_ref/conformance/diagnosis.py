@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 
+from .adapters import with_rest
 from .cases import by_name, load_cases
 from .numbers import cast, conditioning
 from .verify import Result, check, tolerance
@@ -105,19 +106,25 @@ def mistakes(module):
     return outputs | getattr(module, "VJP_BUGS", {})
 
 
-def wrong_outputs(case, slug, dtype):
-    """What a mistake computes on a case in a number type, as float64; {} if it touches nothing the case holds."""
-    call, arguments = _mistake_call(case, slug)
+def wrong_outputs(case, slug, dtype, used=()):
+    """What a mistake computes on a case in a number type, as float64; {} if it touches nothing the case holds.
+
+    used: the cotangents that a wrong backward is given, () for all; the part of the others is right.
+    """
+    call, arguments = _mistake_call(case, slug, used)
     with np.errstate(all="ignore"):
         return {name: np.asarray(y, np.float64) for name, y in call(**cast(arguments, dtype)).items()}
 
 
-def _mistake_call(case, slug):
+def _mistake_call(case, slug, used):
     """A mistake as a function of keyword arguments, and the arguments; gradients need cotangents, or there are none."""
     wrong, forward = mistakes(case.module)[slug][1], slug in case.module.BUGS
     if not forward and not case.gradients:
         return (lambda: {}), {}
-    return (lambda **x: wrong(x)), case.inputs if forward else case.inputs | case.cotangents
+    if forward:
+        return (lambda **x: wrong(x)), case.inputs
+    taken = {name: d if name in (used or case.cotangents) else 0 * d for name, d in case.cotangents.items()}
+    return (lambda **x: with_rest(case, wrong(x), used or case.cotangents)), case.inputs | taken
 
 
 @cache
@@ -127,30 +134,30 @@ def _golden(variant):
 
 
 @cache
-def golden_mistake(variant, name, slug, dtype):
+def golden_mistake(variant, name, slug, dtype, used=()):
     """`wrong_outputs` on a golden case, computed once."""
-    return wrong_outputs(_golden(variant)[name], slug, dtype)
+    return wrong_outputs(_golden(variant)[name], slug, dtype, used)
 
 
 @cache
-def _fails(variant, name, slug, dtype, seen):
+def _fails(variant, name, slug, dtype, seen, used):
     """Whether a mistake itself fails a golden case, by one of the outputs that are seen and by more than rounding."""
-    wrong = {output: y for output, y in golden_mistake(variant, name, slug, dtype).items() if output in seen}
+    wrong = {output: y for output, y in golden_mistake(variant, name, slug, dtype, used).items() if output in seen}
     return bool(wrong) and not check(_golden(variant)[name], wrong, dtype).passed
 
 
 @cache
-def _near_truth(variant, name, slug, dtype, accumulate, seen):
+def _near_truth(variant, name, slug, dtype, accumulate, seen, used):
     """Whether the right outputs lie within the budget around a mistake: then only its very numbers name it."""
     case = _golden(variant)[name]
     right = {output: y for output, y in case.expected.items() if output in seen}
-    return distance(Result(case, dtype, outputs=right), slug, accumulate) <= 1
+    return distance(Result(case, dtype, outputs=right, used=used), slug, accumulate) <= 1
 
 
 @cache
-def _conditioning(variant, name, slug):
+def _conditioning(variant, name, slug, used):
     """K of what a mistake computes on a golden case."""
-    call, arguments = _mistake_call(_golden(variant)[name], slug)
+    call, arguments = _mistake_call(_golden(variant)[name], slug, used)
     with np.errstate(all="ignore"):
         return conditioning([call], arguments, runs=8)
 
@@ -160,10 +167,11 @@ def _pairs(result, slug):
 
     {} if the mistake says nothing about the outputs that failed.
     """
-    got, wrong = result.outputs, golden_mistake(result.case.variant, result.case.name, slug, result.dtype)
+    got, case = result.outputs, result.case
+    wrong = golden_mistake(case.variant, case.name, slug, result.dtype, result.used)
     pairs = {name: (got[name].astype(np.float64), y) for name, y in wrong.items()
              if name in got and got[name].shape == y.shape}
-    failed = {c.name for c in result.comparisons if c.score > result.case.limit}
+    failed = {c.name for c in result.comparisons if c.score > case.limit}
     return pairs if not failed or failed & set(pairs) else {}
 
 
@@ -180,7 +188,7 @@ def distance(result, slug, accumulate=None):
     if not pairs or any(_differ(map(np.isnan, pair)) for pair in pairs.values()):
         return np.inf
     unlike = {name: pair for name, pair in pairs.items() if _differ(pair)}
-    K = _conditioning(result.case.variant, result.case.name, slug) if unlike else {}
+    K = _conditioning(result.case.variant, result.case.name, slug, result.used) if unlike else {}
     return max((_match(*pair, K[name], result.dtype, accumulate) for name, pair in unlike.items()), default=0.0)
 
 
@@ -193,11 +201,11 @@ def _match(got, wrong, K, dtype, accumulate):
 
 def agrees(result, slug, accumulate=None):
     """Whether a mistake gives the outputs of a result; None where the mistake gets the case right."""
-    case, seen = result.case, frozenset(result.outputs)
-    if not _fails(case.variant, case.name, slug, result.dtype, seen):
+    case, seen, used = result.case, frozenset(result.outputs), result.used
+    if not _fails(case.variant, case.name, slug, result.dtype, seen, used):
         return None
     far = distance(result, slug, accumulate)
-    return far == 0 or far <= 1 and not _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen)
+    return far == 0 or far <= 1 and not _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen, used)
 
 
 def diagnose(case, outputs, dtype=None, accumulate=None):

@@ -10,6 +10,7 @@ import numpy as np
 from ..masks import blocks, causal, window
 from .adapters import first_line
 from .blackbox import draw
+from .isolation import NoAnswer, NotAsked
 
 
 class Fact(NamedTuple):
@@ -50,7 +51,8 @@ def short(x):
 
 def raised(error):
     """An error in a few words."""
-    return f"{type(error).__name__}: {first_line(error)}"[:100]
+    name = "" if isinstance(error, (NoAnswer, NotAsked)) else f"{type(error).__name__}: "
+    return f"{name}{first_line(error)}"[:100]
 
 
 def returns(box):

@@ -15,7 +15,7 @@ from .diagnosis import golden_mistake
 from .formats import counts, status, versions
 from .report import explain, note, number, right_elsewhere
 
-WORDS = dict(passed="ok", failed="FAILED", unsupported="unsupported")
+WORDS = dict(passed="ok", failed="FAILED", unsupported="unsupported", not_asked="not asked")
 STYLE = """
 :root{color-scheme:light dark;--page:#fff;--text:#1c1c1c;--soft:#595959;--line:#d0d0d0;--bad:#a8200d;--good:#15692f}
 @media(prefers-color-scheme:dark){:root{--page:#16181b;--text:#e6e6e6;--soft:#a8a8a8;--line:#44484d;--bad:#ff8a70;
@@ -33,7 +33,7 @@ th,td{padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);text-align
 font-weight:normal}
 td:first-child,th[scope=row]{white-space:nowrap}td small{display:block}
 .number{text-align:right;font-variant-numeric:tabular-nums}
-.failed{color:var(--bad);font-weight:600}.passed{color:var(--good)}.unsupported{color:var(--soft)}
+.failed{color:var(--bad);font-weight:600}.passed{color:var(--good)}.unsupported,.not_asked{color:var(--soft)}
 details{border-top:1px solid var(--line);padding:.6rem 0}
 summary{cursor:pointer;font-weight:600}
 .maps{display:grid;grid-template-columns:repeat(auto-fill,minmax(8rem,1fr));gap:1rem}
@@ -68,7 +68,9 @@ def page(results, diagnosis, command):
     """The HTML text for the results of one implementation; command is what gave them, without the cases it was for."""
     number_of, failed = counts(results), [r for r in results if status(r) == "failed"]
     title = f"{results[0].case.variant} in {results[0].dtype}"
-    said = ", ".join(f'<span class="{name}">{n} {name}</span>' for name, n in number_of.items())
+    said = ", ".join(f'<span class="{name}">{n} {name.replace("_", " ")}</span>'
+                     for name, n in number_of.items() if n or name != "not_asked")
+    said += ": incomplete" * bool(number_of["not_asked"])
     parts = [f"<h1>{title}: {said}</h1>", f"<pre><code>{escape(command)}</code></pre>", _findings(results, diagnosis),
              "<h2>Cases</h2>", _cases(results)]
     opened = {f.cases[0] for f in diagnosis.findings} or {r.case.name for r in failed[:1]}
@@ -196,7 +198,8 @@ class View:
         """The worst row: expected, obtained, and what the named mistake gives."""
         case, i = self.result.case, self.mark[0]
         finding = next(iter(diagnosis.findings), None)
-        wrong = finding and golden_mistake(case.variant, case.name, finding.mistake, self.result.dtype).get(self.name)
+        wrong = finding and golden_mistake(case.variant, case.name, finding.mistake, self.result.dtype,
+                                           self.result.used).get(self.name)
         curves = dict(expected=case.expected[self.name])
         curves |= {} if wrong is None or wrong.shape != self.comparison.scores.shape else dict(mistake=wrong)
         curves = {name: self.of(y)[i] for name, y in (curves | dict(got=self.result.outputs[self.name])).items()}

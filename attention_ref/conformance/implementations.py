@@ -1,13 +1,15 @@
 """Run somebody's function on golden cases."""
 import importlib
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from .adapters import Call
+from .blackbox import Callee, aliases, parameters
 from .cases import sentences
 from .diagnosis import diagnose_all
+from .isolation import NoAnswer, NotAsked, Worker, plain
 from .numbers import ARITHMETIC
 from .report import sentence
 from .verify import Comparison, Result, check
@@ -37,6 +39,70 @@ def load(text, option="impl"):
     return function
 
 
+# Isolation
+
+def loaded(impl, vjp=None, **choices):
+    """The `Call` of a function, and of a backward, that module:function names."""
+    return Call(load(impl), vjp=load(vjp, "vjp") if vjp else None, **choices)
+
+
+def callee(impl, backend):
+    """The `Callee` of a function that module:function names."""
+    return Callee(load(impl), backend)
+
+
+class Answers:
+    """A `Call` as a `Worker` has it: functions come by name, and what is answered can be pickled."""
+
+    def __init__(self, impl, vjp, choices):
+        self.call = loaded(impl, vjp, **choices)
+
+    def check_names(self, case):
+        self.call.check_names(case)
+
+    def views(self):
+        return self.call.views
+
+    def parameters(self):
+        return parameters(self.call.function)
+
+    def used(self, case, outputs):
+        return self.call.used(case, outputs)
+
+    def outputs(self, case, dtype, view):
+        with np.errstate(all="ignore"):
+            found = replace(self.call, view=view)(case, dtype)
+        return {name: plain(found[name]) for name in case.expected if name in found}
+
+
+@dataclass
+class Isolated:
+    """What a `Call` is to those who judge, while the function lives in a `Worker` of `Answers`."""
+    worker: Worker
+    rename: dict = field(default_factory=dict)
+    repeat: int = 1
+    view: str = ""
+
+    def __post_init__(self):
+        self.views, self.parameters = self.worker.ask("views"), self.worker.ask("parameters")
+
+    def check_names(self, case):
+        self.worker.ask("check_names", case)
+
+    def used(self, case, outputs):
+        return self.worker.ask("used", case, outputs)
+
+    def __call__(self, case, dtype):
+        return self.worker.ask("outputs", case, dtype, self.view)
+
+
+# Judgement
+
+def as_call(function):
+    """A `Call`, isolated or not, as it is; one of function otherwise."""
+    return function if isinstance(function, (Call, Isolated)) else Call(function)
+
+
 def run(function, case, dtype, accumulate=None):
     """The Result of function, or of a `Call` of it, on one case; what it raises is part of the result.
 
@@ -44,14 +110,20 @@ def run(function, case, dtype, accumulate=None):
     A function with parameters named like cotangents (do, dlse) gets them: it is a backward, and returns gradients.
     Cases without gradients do not ask it.
     """
-    call = function if isinstance(function, Call) else Call(function)
+    call = as_call(function)
     try:
         result = check(case, call(case, dtype), dtype, accumulate)
+        # what is no number has no distance from a mistake
         numbers = {name: y for name, y in result.outputs.items() if y.dtype.kind in "fV"}
-        result = replace(result, outputs=numbers)        # what is no number has no distance from a mistake
+        used = call.used(case, list(numbers)) if set(numbers) & set(case.gradients) else ()
+        result = replace(result, outputs=numbers, used=used)
         return keeps_type(result, ARITHMETIC.get(dtype, dtype))
     except NotImplementedError as error:
         return Result(case, dtype, unsupported=str(error).partition("\n")[0] or "not implemented")
+    except NotAsked as reason:
+        return Result(case, dtype, not_asked=str(reason))
+    except NoAnswer as error:
+        return Result(case, dtype, error=str(error))
     except (Exception, SystemExit) as error:
         return Result(case, dtype, error=f"the implementation raised {type(error).__name__}: {error}")
 
@@ -64,9 +136,9 @@ def examine(call, case, dtype, accumulate=None):
     result = run(call, case, dtype, accumulate)
     if not result.passed:
         return result
-    for view in call.library.views if call.strides else ():
+    for view in call.views:
         other = run(replace(call, view=view), case, dtype, accumulate)
-        if not other.passed and not other.unsupported:
+        if other.failed:
             return only_here(other, f"on {view} arrays only")
     for number in range(2, call.repeat + 1):
         other = run(call, case, dtype, accumulate)
@@ -108,20 +180,49 @@ def keeps_type(result, dtype):
     return replace(result, comparisons=[problem, *result.comparisons[1:]])
 
 
-def judge(function, cases, dtype, accumulate=None, progress=lambda text: None):
-    """Results of function, or of a `Call` of it, on all cases, and the Diagnosis of what failed.
+def results_of(function, cases, dtype, accumulate=None):
+    """The Results of function, or of a `Call` of it, on all cases, each as soon as it is there."""
+    call = as_call(function)
+    call.check_names(cases[0])
+    for case in cases:
+        with np.errstate(all="ignore"):
+            result = examine(call, case, dtype, accumulate)
+        yield result
+
+
+def diagnosis_of(function, results, accumulate=None):
+    """The Diagnosis of what failed.
 
     Mistakes that give the same numbers in this type are told apart by running the function in wider types as well.
     """
-    results, call = [], function if isinstance(function, Call) else Call(function)
-    call.check_names(cases[0])
+    call, cases, dtype = as_call(function), [r.case for r in results], results[0].dtype
     with np.errstate(all="ignore"):
-        for case in cases:
-            progress(case.id)
-            results.append(examine(call, case, dtype, accumulate))
         diagnosis = diagnose_all(results, accumulate)
         for wider in ("float32", "float64"):
             if any(f.same for f in diagnosis.findings) and wider != dtype:
                 diagnosis = diagnosis.narrowed(diagnose_all([run(call, case, wider) for case in cases]),
                                                sentences(cases[0].module))
-    return results, diagnosis
+    return diagnosis
+
+
+def judge(function, cases, dtype, accumulate=None):
+    """The Results of function, or of a `Call` of it, on all cases, and the Diagnosis of what failed."""
+    results = list(results_of(function, cases, dtype, accumulate))
+    return results, diagnosis_of(function, results, accumulate)
+
+
+def joining(call, case):
+    """How the parameters of a function and the arguments of a case meet, in words; "" if they do or nobody knows."""
+    theirs = call.parameters if isinstance(call, Isolated) else parameters(call.function)
+    cotangents = ["d" + name for name in case.outputs]
+    ours = {call.rename.get(name, name): name for name in [*case.inputs, *case.sizes, *cotangents]}
+    odd = [name for name in theirs or () if name not in ours]
+    missing = [name for name in case.inputs if name not in map(ours.get, theirs or ()) and not case.is_neutral(name)]
+    if not theirs or not odd + missing:
+        return ""
+    known = aliases()
+    pairs = {known[name]: name for name in odd if known.get(name) in case.inputs and known[name] not in theirs}
+    names = ",".join(f"{name}={other}" for name, other in (call.rename | pairs).items())
+    return "\n".join([f"your function takes {', '.join(theirs)}", f"{case.variant} has {', '.join(case.inputs)}",
+                      *[f"the same under other names: --rename {names}"] * bool(pairs),
+                      f"for anything else, `attention-ref adapter {case.variant}` writes a function to fill"])

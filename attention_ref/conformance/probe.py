@@ -10,6 +10,7 @@ from .blackbox import LAYOUTS, Box
 from .cases import load_cases
 from .diagnosis import diagnose_all
 from .experiments import Fact
+from .isolation import NoAnswer, NotAsked
 from .report import table
 from .verify import check
 
@@ -46,7 +47,7 @@ class Probe:
 
 
 def probe(function, backend="numpy", progress=lambda text: None):
-    """A Probe of a function of at least q, k, v, called many times with small arrays.
+    """A Probe of a function of at least q, k, v, or of a `Callee` of it, called many times with small arrays.
 
     backend: numpy, torch, jax or cupy, whose arrays it takes. Experiments that it breaks are listed with what it
     raised. ValueError if it cannot be called at all, or its output has no layout that is known.
@@ -54,7 +55,7 @@ def probe(function, backend="numpy", progress=lambda text: None):
     box = Box(function, backend)
     found = examine(box, progress)
     with np.errstate(all="ignore"):
-        found.matches = matches(box, progress)
+        found.matches = matches(box, found.broken, progress)
     return found
 
 
@@ -81,22 +82,31 @@ def layout(box):
                 f"B {n.B}, H {n.H}, Tq {n.Tq}, Tk {n.Tk} keeps its shape and its heads" + (f"; {names}" * bool(names)))
 
 
-def matches(box, progress):
-    """Variants whose golden cases the function meets, those with many and with most of theirs first."""
+def matches(box, broken, progress):
+    """Variants whose golden cases the function meets, those with many and with most of theirs first.
+
+    Cases that had no answer are added to broken.
+    """
     found = []
     for name, module in variants().items():
         if {"q", "k", "v"} <= set(module.INPUTS):
             progress(f"golden cases of {name}")
-            found.append(match(box, name))
+            found.append(match(box, name, broken))
     return sorted((m for m in found if m.passed), key=lambda m: -m.share * len(m.passed))
 
 
-def match(box, variant):
+def match(box, variant, broken):
     """The Match with one variant. Cases that state what the function does not take are asked too, without it."""
     asked, fair = [], []
     for case in load_cases(variant):
         try:
             result = check(case, dict(o=answer(box, case)), box.width, box.inside)
+        except NoAnswer as error:
+            broken[case.id] = experiments.raised(error)
+            continue
+        except NotAsked as error:
+            broken["other golden cases"] = f"not asked: {error}"
+            break
         except Exception:                                # sizes that it does not take
             continue
         asked.append(result)
@@ -143,9 +153,10 @@ def text(found):
     """What a person reads: the table of facts, what the function broke, and the variants it matches."""
     parts = [table(found.facts, ("what", "inferred", "evidence"))]
     if found.broken:
-        parts.append("not found, for the function raised:\n" + table(found.broken.items(), ("experiment", "error")))
+        broken = table(found.broken.items(), ("experiment or case", "error"))
+        parts.append(f"not found, for the function raised or gave no answer:\n{broken}")
     if not found.matches:
-        return "\n\n".join(parts + ["It meets no golden case of any variant."])
+        return "\n\n".join(parts + ["It meets no golden case."])
     rows = [(m.variant, f"{len(m.passed)} of {m.asked}", ", ".join(m.passed[:4]) + ", ..." * (len(m.passed) > 4))
             for m in found.matches]
     parts.append("golden cases that it meets:\n" + table(rows, ("variant", "cases", "which")))

@@ -7,24 +7,22 @@ import io
 import json
 import os
 import shlex
-import signal
 import subprocess
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
-from textwrap import indent
 
 import numpy as np
 
 from . import cases, tensors
 from .export import FORMAT, WRITERS, golden_sha256
+from .isolation import STDERR, TIMEOUT, ended, kill_group, positive, with_stderr
 from .numbers import UNIT
 from .verify import Result, check
 
 RESULTS = dict(safetensors=".safetensors", npz=".npz", npy="", json=".json", js=".json")     # else .txt
 INPUTS = dict(npy="", c=".h", rust=".rs", js=".mjs")     # else as the format is called
 UNSUPPORTED = 77                                         # the exit code that says: this program has no such case
-STDERR = 2000                                            # bytes of what a failing program said that are shown
 
 
 def opened(variant, folder, case=None):
@@ -72,14 +70,11 @@ def judge_case(folder, case, dtype, accumulate=None):
     return result if result.comparisons else Result(case, dtype, error=wanted)
 
 
-def judge_program(command, folder, index, golden, accumulate=None, timeout=60, progress=lambda text: None):
-    """The Results of running command once for each case, {in} and {out} in it replaced by the paths of two files."""
-    if not timeout > 0:
-        raise ValueError(f"timeout: expected a number of seconds > 0, got {timeout:g}")
-    words, results, files, dtype = words_of(command), [], index["files"], index["dtype"]
+def judge_program(command, folder, index, golden, accumulate=None, timeout=TIMEOUT):
+    """The Results, one by one, of running command for each case, {in} and {out} in it replaced by two paths."""
+    words, files, dtype, timeout = words_of(command), index["files"], index["dtype"], positive(timeout)
     Path(folder, "results").mkdir(exist_ok=True)
     for case in golden:
-        progress(case.id)
         source = Path(folder, "inputs", case.name + INPUTS.get(files, f".{files}")).absolute()
         target = Path(folder, "results", case.name + RESULTS.get(files, ".txt")).absolute()
         for path in result_files(target.parent, case):
@@ -88,12 +83,11 @@ def judge_program(command, folder, index, golden, accumulate=None, timeout=60, p
             run_program(words, source, target, timeout)
             result = judge_case(target.parent, case, dtype, accumulate)
             missing = Result(case, dtype, error=f"the program wrote no {target.name}")
-            results.append(missing if result.unsupported else result)
+            yield missing if result.unsupported else result
         except NotImplementedError as reason:
-            results.append(Result(case, dtype, unsupported=str(reason)))
+            yield Result(case, dtype, unsupported=str(reason))
         except RuntimeError as error:
-            results.append(Result(case, dtype, error=str(error)))
-    return results
+            yield Result(case, dtype, error=str(error))
 
 
 def words_of(command):
@@ -126,7 +120,7 @@ def run_program(words, source, target, timeout):
     if process.returncode == UNSUPPORTED:
         raise NotImplementedError(text.partition("\n")[0] or "not implemented")
     if ending:
-        raise RuntimeError(f"{ending}; stderr: {indent(text, '    ').strip() or 'nothing'}")
+        raise RuntimeError(with_stderr(ending, text))
 
 
 def wait(process, timeout):
@@ -137,11 +131,10 @@ def wait(process, timeout):
         return f"the program was stopped after {timeout:g} seconds"
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
+            process.kill()
+            kill_group(process.pid)
             process.wait()
-    if code < 0:
-        return f"the program was ended by signal {-code} ({signal.strsignal(-code)})"
-    return f"the program left with exit code {code}" if code else ""
+    return f"the program {ended(code)}" if code else ""
 
 
 # Readers: the bytes of a result file -> {output: array}

@@ -1,5 +1,6 @@
 """What a person reads: tables and explanations, as plain text."""
 import re
+from collections import Counter
 from textwrap import fill, indent
 
 import numpy as np
@@ -53,18 +54,44 @@ def sentence(comparison, case, first):
             f"{number(c.score)} times the budget")
 
 
-def verdict(results, diagnosis, dtype):
-    """The whole text for one implementation: the table of cases, the failures, the verdict in the last lines."""
-    rows = [(mark(r), r.case.name, number(r.score) if r.comparisons else "", note(r)) for r in results]
-    text = [table(rows, ("", "case", "error/budget", "why the case exists")), ""]
-    failed = [r for r in results if not r.passed and not r.unsupported]
+def line(cells, cases):
+    """One line of the table of cases, as wide as their names need, whatever the results will be."""
+    name = max(len(case.name) for case in cases)
+    return "{:11}  {:{}}  {:>12}  {}".format(cells[0], cells[1], name, *cells[2:])
+
+
+def heads(cases):
+    """The head of the table of cases, two lines."""
+    titles = ("", "case", "error/budget", "why the case exists")
+    return "\n".join([line(titles, cases), line(["-" * len(title) for title in titles], cases)])
+
+
+def row(result, cases):
+    """The line of one result in the table of cases."""
+    return line((mark(result), result.case.name, number(result.score) if result.comparisons else "", note(result)),
+                cases)
+
+
+def progress(done, cases):
+    """A bar, the number of cases that are done, and the one that is asked now."""
+    full = 24 * done // len(cases)
+    return f"[{'#' * full}{'.' * (24 - full)}] {done}/{len(cases)}  {cases[done].name if done < len(cases) else ''}"
+
+
+def verdict(results, diagnosis, dtype, absent="not judged"):
+    """What follows the table of cases: the failures, and the verdict in the last lines.
+
+    absent: what is said of gradients that are none of the outputs.
+    """
+    text, failed, passed = [], [r for r in results if r.failed], sum(r.passed for r in results)
     for result in failed:
         text += [explain(result), ""]
-    passed = sum(r.passed for r in results)
-    unsupported = sum(bool(r.unsupported) for r in results)
+    unsupported, not_asked = (sum(map(bool, column)) for column in
+                              zip(*((r.unsupported, r.not_asked) for r in results)))
     counts = f"{passed} passed, {len(failed)} failed, {unsupported} unsupported"
+    counts += f", {not_asked} not asked: incomplete" * bool(not_asked)
     text += [distribution(results), ""] if any(r.comparisons for r in results) else []
-    text.append(f"{results[0].case.variant} in {dtype}: {counts}")
+    text += [f"{results[0].case.variant} in {dtype}: {counts}", *scope(results, absent)]
     limit = results[0].case.limit
     text += [f"warning: {limit:g} times the budget of an honest run was accepted"] if limit > 1 else []
     if diagnosis.failing:
@@ -74,6 +101,20 @@ def verdict(results, diagnosis, dtype):
         scores = [r.score for r in results if r.passed]
         text.append(f"largest error {number(max(scores))} times its budget, median {number(np.median(scores))}")
     return "\n".join(text)
+
+
+def scope(results, absent):
+    """A line that says which outputs were judged, in how many of the cases; none if nothing was."""
+    found, by_count = Counter(c.name for r in results for c in r.comparisons), {}
+    for name, count in found.items():
+        by_count.setdefault(count, []).append(name)
+    if not found:
+        return []
+    counts = " and ".join(f"{', '.join(names)} in {count}" for count, names in by_count.items())
+    missing = [name for name in dict.fromkeys(name for r in results for name in r.case.outputs) if name not in found]
+    gradients = {name for r in results for name in r.case.gradients}
+    return [f"judged: {counts} of {len(results)} cases" + f"; not returned: {', '.join(missing)}" * bool(missing)
+            + f"; gradients {absent}" * bool(gradients and not gradients & set(found))]
 
 
 def distribution(results):
@@ -101,19 +142,20 @@ def right_elsewhere(chosen):
 
 def mark(result):
     """One word for a result."""
-    return "ok" if result.passed else "unsupported" if result.unsupported else "FAILED"
+    return ("ok" if result.passed else "unsupported" if result.unsupported else
+            "not asked" if result.not_asked else "FAILED")
 
 
 def paint(text):
     """text with a colour for every verdict at the start or the end of a line, as terminals understand it."""
-    colours = dict(ok=32, FAILED=31, unsupported=33)
-    return re.sub(r"(?m)^(ok|FAILED|unsupported)\b|(?<=  )(ok|FAILED)$",
+    colours = {"ok": 32, "FAILED": 31, "unsupported": 33, "not asked": 33}
+    return re.sub(r"(?m)^(ok|FAILED|unsupported|not asked)\b|(?<=  )(ok|FAILED)$",
                   lambda found: f"\x1b[{colours[found[0]]}m{found[0]}\x1b[0m", text)
 
 
 def note(result):
     """Why the case exists, or why it was not run."""
-    return result.unsupported or result.case.why
+    return result.unsupported or result.not_asked or result.case.why
 
 
 def summaries(rows):

@@ -49,6 +49,8 @@ class Result:
     outputs: dict = field(default_factory=dict)
     error: str = ""                     # the implementation raised
     unsupported: str = ""               # the implementation raised NotImplementedError
+    not_asked: str = ""                 # why it was not asked: neither right nor wrong, and the run is incomplete
+    used: tuple = ()                    # the cotangents that reached its gradients, () if all: see `with_rest`
 
     @property
     def score(self):
@@ -56,7 +58,12 @@ class Result:
 
     @property
     def passed(self):
-        return not self.error and not self.unsupported and bool(self.comparisons) and self.score <= self.case.limit
+        said_no = self.error or self.unsupported or self.not_asked
+        return not said_no and bool(self.comparisons) and self.score <= self.case.limit
+
+    @property
+    def failed(self):
+        return not self.passed and not self.unsupported and not self.not_asked
 
     @property
     def has_wrong_numbers(self):

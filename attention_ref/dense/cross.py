@@ -177,13 +177,21 @@ def merge_by_view(x):
     return x.reshape(B, T, H * d)
 
 
-def transposed_if_square(w):
-    return w.T if w.shape[0] == w.shape[1] else w
-
-
 def head_0_for_all(x):
     H = x["heads"]
     return kit.changed(x, WEIGHTS[:3], lambda w: np.concatenate([w[:, :w.shape[1] // H]] * H, axis=1))
+
+
+def split_first(x):
+    """W_Q, W_K and W_V when head h reads its H-th of the features; nothing where heads do not divide them."""
+    H = x["heads"]
+    if x["x"].shape[2] % H or x["z"].shape[2] % H:
+        return {}
+
+    def own(w):
+        e, c = np.ogrid[:w.shape[0], :w.shape[1]]
+        return np.where(e * H // w.shape[0] == c * H // w.shape[1], w, 0)
+    return kit.changed(x, WEIGHTS[:3], own)
 
 
 def same_shape(x):
@@ -202,15 +210,15 @@ def as_many_as_queries(x):
 
 BLOCK_BUGS = {slug: in_the_heads(slug) for slug in (
     "softmax_over_queries", "scale_missing", "scale_applied_twice", "scale_by_num_heads", "scale_ignored",
-    "score_overflow", "mask_dropped", "mask_polarity", "mask_added_as_0_1", "mask_after_softmax", "mask_of_head_0",
-    "mask_of_batch_0", "mask_head_batch_order", "causal_implied", "empty_row_nan", "empty_row_uniform",
-    "masked_nan_poison", "value_width_from_keys")} | dict(
+    "score_overflow", "masked_nan_poison", "mask_dropped", "mask_polarity", "mask_added_as_0_1", "mask_after_softmax",
+    "mask_of_head_0", "mask_of_batch_0", "mask_head_batch_order", "causal_implied", "empty_row_nan",
+    "empty_row_uniform", "value_width_from_keys")} | dict(
     scale_by_d_model=("1/sqrt(D), the model width, instead of 1/sqrt(dk)",
                       lambda x: but(x, scale=x["x"].shape[2] ** -0.5)),
     scale_by_d_over_heads=("1/sqrt(D // H), though the heads are not D // H wide",
                            lambda x: but(x, scale=(x["x"].shape[2] // x["heads"]) ** -0.5)),
     linear_weight_transposed=("a weight stored as (out, in) is used as (in, out): silent where it is square",
-                              lambda x: but(x, **kit.changed(x, WEIGHTS, transposed_if_square))),
+                              lambda x: but(x, **kit.changed(x, WEIGHTS, kit.transposed_if_square))),
     heads_split_interleaved=("head h takes columns h, h + H, ...: a reshape to (B, T, d, H)",
                              lambda x: attend(x, interleaved)),
     heads_interleaved=("heads are interleaved when they are split and when they are merged",
@@ -218,6 +226,10 @@ BLOCK_BUGS = {slug: in_the_heads(slug) for slug in (
     heads_split_by_view=("(B, T, H d) is reshaped to (B, H, T, d) without a transpose", lambda x: attend(x, by_view)),
     heads_merged_by_view=("(B, H, T, d) is reshaped to (B, T, H d) without a transpose",
                           lambda x: attend(x, merge=merge_by_view)),
+    heads_by_view=("heads are split and merged by a reshape without a transpose: a head mixes tokens",
+                   lambda x: attend(x, by_view, merge_by_view)),
+    features_split_first=("tokens are cut into heads before the projection: a head sees its share of the features",
+                          lambda x: but(x, **split_first(x))),
     shared_head_projection=("every head projects with the matrices of head 0", lambda x: but(x, **head_0_for_all(x))),
     w_o_missing=("the concatenated heads are the output, W_O is forgotten", lambda x: steps(**x)[-1:]),
     strides_ignored=("a strided view is read as if it were contiguous",
@@ -268,6 +280,8 @@ BLOCK_VJP_BUGS = dict(
                              lambda x: dict(dw_q=vjp(**x)["dw_q"] * (1 if every_pair(x).any(-1).all() else np.nan))),
 )
 VJP_BUGS = BLOCK_VJP_BUGS | dict(
+    keys_and_values_detached=("K and V are made outside of what is differentiated: no gradient of Z, W_K and W_V",
+                              lambda x: {name: 0 * vjp(**x)[name] for name in ("dz", "dw_k", "dw_v")}),
     dz_without_keys=("dZ lacks the path through the keys", lambda x: dict(dz=vjp_of_heads(**x)[2] @ x["w_v"].T)),
     dz_without_values=("dZ lacks the path through the values", lambda x: dict(dz=vjp_of_heads(**x)[1] @ x["w_k"].T)),
 )
@@ -331,10 +345,11 @@ CASES = dict(
         why="every size differs and none is 1, H does not divide D, and dk, dv and D / H differ", sizes=SIZES,
         catches=("softmax_over_queries", "scale_missing", "scale_applied_twice", "scale_by_d_model",
                  "scale_by_d_over_heads", "scale_by_num_heads", "heads_split_interleaved", "heads_interleaved",
-                 "heads_split_by_view", "heads_merged_by_view", "shared_head_projection", "w_o_missing",
-                 "causal_implied", "causal_across", "value_width_from_keys", "jacobian_term_missing",
-                 "dq_scale_missing", "dk_scale_missing", "dz_without_keys", "dz_without_values", "dw_averaged",
-                 "dw_transposed", "dw_o_merged_by_view")),
+                 "heads_split_by_view", "heads_merged_by_view", "heads_by_view", "shared_head_projection",
+                 "w_o_missing", "causal_implied", "causal_across", "value_width_from_keys",
+                 "jacobian_term_missing", "dq_scale_missing", "dk_scale_missing", "dz_without_keys",
+                 "dz_without_values", "keys_and_values_detached", "dw_averaged", "dw_transposed",
+                 "dw_o_merged_by_view")),
     one_token=dict(
         why="a single token has weight 1: o = z W_V W_O", sizes=dict.fromkeys(SIZES, 1),
         shows=lambda x, y: (y["o"] == x["z"] @ x["w_v"] @ x["w_o"]).all()),
@@ -352,7 +367,7 @@ CASES = dict(
         shows=lambda x, y: np.allclose(y["o"], one_head(x), 1e-14)),
     square=dict(
         why="D = Dz = H dk = H dv: a transposed weight fits", sizes=SIZES | dict(D=12, Dz=12, dv=4),
-        catches=("linear_weight_transposed", "w_o_missing", "dw_transposed")),
+        catches=("linear_weight_transposed", "features_split_first", "w_o_missing", "dw_transposed")),
     same_shape=dict(
         why="two sequences of one shape: either could stand for the other", sizes=SIZES | dict(Tk=5, Dz=10), light=True,
         catches=("keys_and_values_from_x", "values_from_x")),

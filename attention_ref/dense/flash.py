@@ -196,9 +196,14 @@ def positions(x):
     return tuple(map(np.arange, kit.lengths(x)))
 
 
+def raw(x):
+    """Scores (B, H, Tq, Tk), those of hidden keys included."""
+    return x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2)
+
+
 def scores(x):
     """Scores (B, H, Tq, Tk), -inf where masked."""
-    return np.where(x["mask"], x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2), -np.inf)
+    return np.where(x["mask"], raw(x), -np.inf)
 
 
 def all_parts(x):
@@ -257,6 +262,17 @@ def keys(x, pick):
     return x | {"k": x["k"][:, :, j], "v": x["v"][:, :, j], "mask": tile(x["mask"], i, j)}
 
 
+def lse_added(x):
+    """Tile after tile is merged, the sink before them if there is one, and lse is added up."""
+    o, lse, _ = all_parts(x)
+    start = int((lse[..., 0] == -np.inf).all() and lse.shape[-1] > 1)
+    y, total = o[..., start, :], lse[..., start]
+    for part in range(start + 1, lse.shape[-1]):
+        y, _ = merge([y, o[..., part, :]], [total, lse[..., part]])
+        total = total + lse[..., part]
+    return y, total
+
+
 def first_tile_nan(x):
     rows = (running(all_parts(x)[2])[..., 1:2] == -np.inf).any(-1, keepdims=True)
     return (np.where(rows, np.nan, dense(**x)[0]),)
@@ -296,6 +312,7 @@ BUGS = dict(
         x, lambda lse, m: lse * kit.LN2)[:1]),
     merge_lse_without_max=("parts report log sum exp(s - m) without their maximum m", lambda x: merged(
         x, lambda lse, m: lse - finite(m))),
+    merge_adds_lse=("the lse of a merge is the sum of those of its parts", lse_added),
     empty_part_lse_zero=("a part without keys reports lse 0 and is merged with weight exp(0)", lambda x: merged(
         x, lambda lse, m: np.where(lse == -np.inf, 0, lse))),
     empty_part_lse_plus_inf=("a part without keys reports lse +inf, as for a backward, and is merged", lambda x: merged(
@@ -318,6 +335,10 @@ BUGS = dict(
     score_overflow=("q k^T is formed before it is scaled and overflows float16", lambda x: (
         softmax(x["scale"] * (x["q"] @ x["k"].swapaxes(-1, -2)), x["mask"], per_row(x["sink"], x["q"]))[0]
         @ unread(x["v"], x["mask"]),)),
+    hidden_key_in_max=("the maximum is taken over hidden keys too: what is seen underflows", lambda x: (
+        kit.shifted_by_hidden(raw(x), x["mask"], per_row(x["sink"], x["q"])) @ kit.plain(x["v"]),)),
+    hidden_key_overflows=("exp of a hidden score overflows before it is multiplied by 0", lambda x: (
+        kit.hidden_times_zero(raw(x), x["mask"], per_row(x["sink"], x["q"])) @ kit.plain(x["v"]),)),
     low_precision_sum=("the row sum is accumulated one by one in the input type and stops growing", lambda x: (
         kit.sequential_softmax(scores(x), x["v"], per_row(x["sink"], x["q"])),)),
     empty_row_nan=("a row without keys is 0/0", lambda x: kit.nan_at_empty_rows(x, dense(**x))),
@@ -355,6 +376,11 @@ def row_term_per_tile(x):
     return dict(dq=dq)
 
 
+def filled_up(j, block):
+    """Positions j with the last of them repeated to a whole number of tiles."""
+    return np.append(j, np.repeat(j[-1:], -len(j) % block))
+
+
 def dq_overwritten(x):
     right = given(x)
     return dict(dq=rerun(keys(x, lambda j, block: j[first(len(j) - 1, block):]), D=right["D"], lse=right["lse"])["dq"])
@@ -378,6 +404,8 @@ VJP_BUGS = dict(
     masked_row_gradient_nan=("lse of a row without keys is -inf in exp(s - lse)", lambda x: rerun(
         x, lse=np.where(given(x)["lse"] == np.inf, -np.inf, given(x)["lse"]))),
     dq_overwritten=("dq is that of the last tile of keys instead of the sum", dq_overwritten),
+    tail_repeats_last_key=("the last tile is filled up with the last key, which enters dq again", lambda x: dict(
+        dq=rerun(keys(x, filled_up), D=given(x)["D"], lse=given(x)["lse"])["dq"])),
     dk_dv_overwritten=("dk and dv are those of the last tile of queries instead of the sum", dk_dv_overwritten),
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
     dk_scale_missing=("dk is not multiplied by scale", lambda x: dict(dk=vjp(**x)["dk"] / x["scale"])),
@@ -409,9 +437,9 @@ CASES = dict(
         why="every size differs and none is 1, and the last tiles are short", sizes=SIZES,
         catches=("o_not_rescaled", "z_not_rescaled", "nothing_rescaled", "tail_not_masked", "tail_dropped",
                  "tail_overlaps", "weights_normalised_per_tile", "merge_by_average", "merge_base_2_lse",
-                 "merge_exp2_of_natural_lse", "merge_lse_without_max", "lse_without_max", "lse_base_2",
-                 "not_normalised", "exp2_scale_not_rescaled", "scale_missing", "row_term_per_tile", "p_without_sum",
-                 "p_from_base_2_lse", "dq_overwritten", "dk_dv_overwritten")),
+                 "merge_exp2_of_natural_lse", "merge_lse_without_max", "merge_adds_lse", "lse_without_max",
+                 "lse_base_2", "not_normalised", "exp2_scale_not_rescaled", "scale_missing", "row_term_per_tile",
+                 "p_without_sum", "p_from_base_2_lse", "dq_overwritten", "tail_repeats_last_key", "dk_dv_overwritten")),
     tiles_divide=dict(
         why="tiles that divide the lengths: no tail", sizes=SIZES | dict(Tq=10, key_block=5), light=True,
         shows=lambda x, y: x["q"].shape[2] % x["query_block"] == x["k"].shape[2] % x["key_block"] == 0),
@@ -467,6 +495,7 @@ CASES = dict(
         why="NaN in keys and values nobody may attend to, half a tile and a whole one, and in a query that sees none",
         sizes=SIZES, mask=lambda n: padding([8, 8], n.Tk) & kit.but_row_1(n), change=nan_where_unread,
         catches=("masked_nan_poison",)),
+    hidden_largest=dict(kit.HIDDEN_LARGEST, sizes=SIZES, mask=kit.causal_of),
     long=dict(kit.LONG, sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3, key_block=32), mask=kit.causal_of),
     equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), mask=kit.causal_of),
     large_scores=dict(

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import kit
 from ..core import per_head, repeat_heads, softmax, sum_groups, unread
-from ..masks import padding
+from ..masks import causal, padding
 from ..shapes import sizes
 
 INPUTS = dict(q="B Hq Tq dk", k="B Hkv Tk dk", v="B Hkv Tk dv", mask="bool B? Hq? Tq? Tk?", scale="")
@@ -115,9 +115,13 @@ def mask_of_head(x, head):
     return x | {"mask": x["mask"][:, np.minimum(head(np.arange(Hq), Hq // x["k"].shape[1]), heads - 1)]}
 
 
+def scores(x):
+    """Scores (B, Hq, Tq, Tk), those of hidden keys included."""
+    return x["scale"] * x["q"] @ mha(x)["k"].swapaxes(-1, -2)
+
+
 def weights(x):
-    x = mha(x)
-    return softmax(x["scale"] * x["q"] @ x["k"].swapaxes(-1, -2), x["mask"])[0]
+    return softmax(scores(x), x["mask"])[0]
 
 
 BUGS = dict(
@@ -138,12 +142,18 @@ BUGS = dict(
     mask_of_first_in_group=("the first head of a group gives its mask to the whole group", lambda x: dense(
         **mask_of_head(x, lambda h, G: h - h % G))),
     mask_of_batch_0=("the mask of batch entry 0 serves every entry", lambda x: dense(**x | {"mask": x["mask"][:1]})),
+    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ mha(x)["v"],)),
     mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
+    hidden_key_in_max=("the maximum is taken over hidden keys too: what is seen underflows", lambda x: (
+        kit.shifted_by_hidden(scores(x), x["mask"]) @ kit.plain(mha(x)["v"]),)),
+    hidden_key_overflows=("exp of a hidden score overflows before it is multiplied by 0", lambda x: (
+        kit.hidden_times_zero(scores(x), x["mask"]) @ kit.plain(mha(x)["v"]),)),
     mask_polarity=("True is read as masked", lambda x: dense(**x | {"mask": ~x["mask"]})),
+    causal_implied=("no mask is taken to mean causal", lambda x: dense(
+        **x | {"mask": causal(*kit.lengths(x), "top-left") if x["mask"].all() else x["mask"]})),
     empty_row_nan=("a row without keys is 0/0", lambda x: kit.nan_at_empty_rows(x, dense(**x))),
     empty_row_uniform=("a row without keys gives the mean of all values", lambda x: (
         kit.at_empty_rows(dense(**x), kit.mean_value(mha(x)["v"]))[:1])),
-    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ mha(x)["v"],)),
     scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
     scale_applied_twice=("q is scaled and so are the scores", lambda x: dense(**x | {"scale": x["scale"] ** 2})),
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: dense(
@@ -165,9 +175,15 @@ def last_of_group(d, Hkv):
     return groups(d, Hkv)[:, :, -1]
 
 
+def first_of_group(d, Hkv):
+    return groups(d, Hkv)[:, :, 0]
+
+
 VJP_BUGS = dict(
     group_gradient_last_head=("the last head of a group overwrites dk and dv of the others", lambda x: reduced(
         x, last_of_group)),
+    group_gradient_first_head=("dk and dv are those of the first head of a group, not the sum over it", lambda x: (
+        reduced(x, first_of_group))),
     group_gradient_mean=("dk and dv are means over the group instead of sums", lambda x: reduced(
         x, pool_heads)),
     group_gradient_tiled=("dk and dv are summed over the heads with the same h mod Hkv", lambda x: reduced(
@@ -201,8 +217,8 @@ CASES = dict(
         why="three query heads per kv head and two kv heads: every wrong head map shows", sizes=SIZES,
         catches=("heads_tiled", "heads_divided_by_kv_heads", "kv_heads_reversed", "kv_head_0_for_all",
                  "repeat_along_keys", "output_heads_tiled", "scale_missing", "scale_applied_twice",
-                 "value_width_from_keys", "lse_base_2", "group_gradient_last_head", "group_gradient_mean",
-                 "group_gradient_tiled")),
+                 "value_width_from_keys", "causal_implied", "lse_base_2", "group_gradient_last_head",
+                 "group_gradient_first_head", "group_gradient_mean", "group_gradient_tiled")),
     three_kv_heads=dict(
         why="two query heads per kv head and three kv heads: group size and group count change places",
         sizes=SIZES | dict(Hkv=3), catches=(
@@ -245,6 +261,7 @@ CASES = dict(
     masked_nan=dict(
         why="NaN in keys and values that nobody may attend to", sizes=SIZES, mask=lambda n: padding([4, 4, 4], n.Tk),
         change=lambda x: kit.nan_where(kit.hidden_keys(x["mask"]), x), catches=("masked_nan_poison",)),
+    hidden_largest=dict(kit.HIDDEN_LARGEST, sizes=SIZES, mask=kit.causal_of),
     long=dict(kit.LONG, sizes=SIZES | dict(B=1, Hq=2, Hkv=1, Tq=9, Tk=205, dk=6, dv=3), mask=kit.causal_of),
     equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), mask=kit.causal_of),
     large_scores=dict(

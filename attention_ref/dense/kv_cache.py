@@ -189,6 +189,8 @@ def cleared(x):
 BUGS = dict(
     causal_top_left=("new token t sees slots 0 to t, as if nothing were cached", lambda x: masked(
         x, lambda n, t, j, T, P: j <= t)),
+    causal_one_ahead=("a new token sees the slot after its own", lambda x: masked(
+        x, lambda n, t, j, T, P: j <= n + t + 1)),
     causal_bottom_right=("the causal diagonal ends at the last slot, not at the last token", lambda x: masked(
         x, lambda n, t, j, T, P: j <= t + P - T)),
     garbage_read=("every slot is read, filled or not", lambda x: masked(x, lambda n, t, j, T, P: j >= 0)),
@@ -207,11 +209,14 @@ BUGS = dict(
     length_of_row_0=("the past_length of batch entry 0 is taken for every row", lambda x: dense(
         **kit.one_length(x, x["past_length"][0]))),
     slot_one_late=("new token t goes to slot past_length + t + 1", lambda x: placed(x, lambda n, t: n + t + 1)),
+    offset_twice=("new token t goes to slot 2 past_length + t", lambda x: placed(x, lambda n, t: 2 * n + t)),
     slot_one_early=("the first new token overwrites the last cached one", lambda x: placed(
         x, lambda n, t: max(n - 1, 0) + t)),
     slots_from_0=("new token t goes to slot t, over the past", lambda x: placed(x, lambda n, t: t)),
     token_over_token=("every new token goes to slot past_length, over the one before it", lambda x: (
         masked(x, lambda n, t, j, T, P: (j < n) | (j == n + t))[0], *placed(x, lambda n, t: n)[1:])),
+    last_token_alone=("of several new tokens the last alone is written, to slot past_length", lambda x: placed(
+        x, lambda n, t: n)),
     chunk_over_chunk=("past_length does not grow from chunk to chunk", chunk_over_chunk),
     appended_after_capacity=("new tokens are appended after the last slot, garbage between", lambda x: (appended(x),)),
     present_not_written=("the caches are returned as they came", lambda x: (
@@ -255,6 +260,8 @@ VJP_BUGS = dict(
         dpast_key=shared(x, *(0 * d for d in cache_gradients(x)))["dpast_key"])),
     overwritten_slot_keeps_gradient=("a slot that was overwritten passes gradient to what stood there", lambda x: dict(
         dpast_key=cache_gradients(x)[0] + x["dpresent_key"])),
+    new_tokens_detached=("new keys and values are cached without their history and get no gradient",
+                         lambda x: {name: 0 * vjp(**x)[name] for name in ("dk", "dv")}),
     gradient_of_first_slots=("the gradient of new key t is read from slot t", lambda x: dict(
         dk=(cache_gradients(x)[0] + x["dpresent_key"])[:, :, :x["k"].shape[2]])),
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
@@ -274,13 +281,15 @@ def without_cache(x):
 CASES = dict(
     basic=dict(
         why="rows of different length, five tokens at once in chunks of two, room to spare", sizes=SIZES,
-        catches=("causal_top_left", "causal_bottom_right", "garbage_read", "new_tokens_not_causal", "read_before_write",
-                 "new_tokens_unseen", "past_ignored", "mask_of_longest_row", "length_of_longest_row", "length_of_row_0",
-                 "slot_one_late", "slot_one_early", "slots_from_0", "token_over_token", "chunk_over_chunk",
+        catches=("causal_top_left", "causal_one_ahead", "causal_bottom_right", "garbage_read",
+                 "new_tokens_not_causal", "read_before_write", "new_tokens_unseen", "past_ignored",
+                 "mask_of_longest_row", "length_of_longest_row", "length_of_row_0", "slot_one_late", "offset_twice",
+                 "slot_one_early", "slots_from_0", "token_over_token", "last_token_alone", "chunk_over_chunk",
                  "appended_after_capacity", "present_not_written", "value_cache_stale", "unused_slots_cleared",
                  "cached_keys_scaled", "heads_tiled", "scale_missing", "group_gradient_last_head",
-                 "group_gradient_mean", "present_cotangent_lost", "past_detached", "overwritten_slot_keeps_gradient",
-                 "gradient_of_first_slots", "dq_scale_missing")),
+                 "group_gradient_mean", "present_cotangent_lost", "past_detached",
+                 "overwritten_slot_keeps_gradient", "new_tokens_detached", "gradient_of_first_slots",
+                 "dq_scale_missing")),
     first_and_last_slot=dict(
         why="a row with nothing cached beside a row that is filled to the last slot; the last chunk is one token",
         sizes=SIZES, light=True, past_length=np.array([0, 4, 3]), chunk_size=4,

@@ -144,6 +144,11 @@ def but_only(names, x, **changed):
     return under(x, mask_of(x, **{name: wrong[name] for name in names}))
 
 
+def only_beside(x, name, others):
+    """The mask with one condition only where others hide something."""
+    return mask_of(x) if any(not parts(x)[on].all() for on in others) else without(x, name)
+
+
 def without(x, name, on=None):
     """The mask that lacks one condition; with `on`, only where that other condition hides something."""
     return mask_of(x, **{} if on and parts(x)[on].all() else {name: np.array(True)})
@@ -168,6 +173,12 @@ def every(x, length):
 def sides(x, change):
     """left and right, changed where they are not open."""
     return {side: None if x[side] is None else change(x[side]) for side in ("left", "right")}
+
+
+def left_exclusive(x):
+    """True but for keys left steps before the query, if left is not open."""
+    p, j = positions(x)
+    return np.array(True) if x["left"] is None else j > p - x["left"] * x["dilation"]
 
 
 def in_blocks(x):
@@ -227,6 +238,8 @@ BUGS = dict(
                      lambda x: but_only(["window"], x, anchor="top-left")),
     window_counts_self=("the query's own key counts as one of the keys of each side",
                         lambda x: but(x, **sides(x, lambda n: max(0, n - 1)))),
+    window_left_exclusive=("the farthest key on the left is left out: left keys with the query's own", lambda x: under(
+        x, mask_of(x) & left_exclusive(x))),
     window_one_more=("one key too many on the left", lambda x: but(x, left=sides(x, lambda n: n + 1)["left"])),
     window_right_exclusive=("the last key on the right is left out",
                             lambda x: but(x, right=sides(x, lambda n: max(0, n - 1))["right"])),
@@ -267,6 +280,10 @@ BUGS = dict(
                        lambda x: weighted(x, softmax(scores(x) + mask_of(x))[0])),
     mask_after_softmax=("softmax over all keys, then weights times mask: rows do not sum to one",
                         lambda x: weighted(x, softmax(scores(x))[0] * mask_of(x))),
+    hidden_key_in_max=("the maximum is taken over hidden keys too: what is seen underflows",
+                       lambda x: weighted(x, kit.shifted_by_hidden(scores(x), mask_of(x)))),
+    hidden_key_overflows=("exp of a hidden score overflows before it is multiplied by 0",
+                          lambda x: weighted(x, kit.hidden_times_zero(scores(x), mask_of(x)))),
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (softmax(scores(x), mask_of(x))[0] @ x["v"],)),
     sentinel_added_twice=("lowest number + lowest number = -inf: NaN for a row hidden twice", lowest_for_each),
     empty_row_nan=("a row without keys is 0/0", lambda x: kit.at_empty_rows(dense(**x), np.nan)),
@@ -274,6 +291,10 @@ BUGS = dict(
                        lambda x: kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1]),
     empty_row_lse_zero=("lse of a row without keys is 0", lambda x: kit.at_empty_rows(dense(**x), lse=0)),
     empty_row_lse_infinite=("lse of a row without keys is +inf", lambda x: kit.at_empty_rows(dense(**x), lse=np.inf)),
+    causal_needs_padding=("causal is applied only where there is padding",
+                          lambda x: under(x, only_beside(x, "causal", ["padding"]))),
+    window_needs_another=("the window is applied only where something else hides keys",
+                          lambda x: under(x, only_beside(x, "window", CONDITIONS[:3]))),
     lse_of_hidden_keys=("lse is taken before the mask", lambda x: (dense(**x)[0], softmax(scores(x))[1])),
     lse_base_2=("lse is a base-2 logarithm", lambda x: kit.lse_in_base_2(dense(**x))),
     scale_missing=("the scores are not scaled", lambda x: but(x, scale=1.0)),
@@ -367,7 +388,7 @@ CASES |= dict(
         causal=True, shows=kit.sees_nothing),
     causal_tall=dict(
         why="Tq > Tk at the top left: the last queries see every key", sizes=SIZES | dict(Tq=9), light=True,
-        causal=True, catches=("causal_bottom_right",)),
+        causal=True, catches=("causal_bottom_right", "causal_needs_padding")),
     causal_tall_bottom_right=dict(
         why="Tq > Tk at the bottom right: the first queries see nothing, the next one key 0",
         sizes=SIZES | dict(Tq=9), light=True, causal=True, anchor="bottom-right",
@@ -381,7 +402,8 @@ CASES |= dict(
         catches=("window_zero_is_open", "window_one_more"), shows=lambda x, y: (y["o"] == x["v"][:, :, :5]).all()),
     window_left_only=dict(
         why="one key to the left, all to the right", sizes=SIZES, light=True, left=1,
-        catches=("window_left_dropped", "window_counts_self", "window_mirrored")),
+        catches=("window_left_dropped", "window_counts_self", "window_left_exclusive", "window_mirrored",
+                 "window_needs_another")),
     window_right_only=dict(
         why="one key to the right, all to the left", sizes=SIZES, light=True, right=1,
         catches=("window_right_dropped", "window_right_exclusive", "window_symmetric")),
@@ -437,6 +459,7 @@ CASES |= dict(
     strided=dict(
         why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, **ON["causal"], **ON["padding"],
         change=kit.strided, catches=("strides_ignored",)),
+    hidden_largest=dict(kit.HIDDEN_LARGEST, sizes=SIZES, causal=True, anchor="bottom-right"),
     long=dict(kit.LONG, sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), causal=True, anchor="bottom-right"),
     equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), causal=True, anchor="bottom-right"),
     large_scores=dict(

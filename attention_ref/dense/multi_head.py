@@ -121,10 +121,10 @@ CASES = dict(
         sizes=SIZES, shows=lambda x, y: np.allclose(y["o"], cross.dense(**alone(x)), 1e-14),
         catches=("softmax_over_queries", "scale_missing", "scale_applied_twice", "scale_by_d_model",
                  "scale_by_d_over_heads", "scale_by_num_heads", "heads_split_interleaved", "heads_interleaved",
-                 "heads_split_by_view", "heads_merged_by_view", "shared_head_projection", "w_o_missing",
-                 "causal_implied", "w_q_and_w_k_swapped", "value_width_from_keys", "jacobian_term_missing",
-                 "dq_scale_missing", "dk_scale_missing", "dx_without_queries", "dx_without_keys", "dx_without_values",
-                 "dw_averaged", "dw_transposed", "dw_o_merged_by_view")),
+                 "heads_split_by_view", "heads_merged_by_view", "heads_by_view", "shared_head_projection",
+                 "w_o_missing", "causal_implied", "w_q_and_w_k_swapped", "value_width_from_keys",
+                 "jacobian_term_missing", "dq_scale_missing", "dk_scale_missing", "dx_without_queries",
+                 "dx_without_keys", "dx_without_values", "dw_averaged", "dw_transposed", "dw_o_merged_by_view")),
     one_token=dict(
         why="a single token has weight 1: o = x W_V W_O", sizes=dict.fromkeys(SIZES, 1),
         shows=lambda x, y: (y["o"] == x["x"] @ x["w_v"] @ x["w_o"]).all()),
@@ -133,7 +133,8 @@ CASES = dict(
         shows=lambda x, y: np.allclose(y["o"], cross.one_head(alone(x)), 1e-14)),
     square=dict(
         why="D = H dk = H dv, as in the paper: transposed and packed weights fit", sizes=SIZES | dict(D=12, dv=4),
-        catches=("linear_weight_transposed", "w_o_missing", "packed_per_head", "dw_transposed")),
+        catches=("linear_weight_transposed", "features_split_first", "w_o_missing", "packed_per_head",
+                 "dw_transposed")),
     narrow_values=dict(
         why="dv may be smaller than dk", sizes=SIZES | dict(dk=16, dv=4), light=True,
         shows=lambda x, y: x["w_v"].shape[1] < x["w_k"].shape[1]),

@@ -123,7 +123,8 @@ def masked(x, keep):
     y, n, W = line(**x), x["past_length"][:, None, None, None], x["ring_key"].shape[2]
     t, j = grid(*y["mask"].shape[2:])
     mask = np.broadcast_to(keep(n + t, n - W + j, n, W), y["mask"].shape)
-    return kit.with_o(dense(**x), gqa.dense(**y | {"mask": mask})[0])
+    one_by_one = [gqa.dense(**y | {"q": x["q"][:, :, i:i + 1], "mask": mask[:, :, i:i + 1]})[0] for i in t[:, 0]]
+    return kit.with_o(dense(**x), np.concatenate(one_by_one, axis=2))
 
 
 def with_rings(x, change):
@@ -132,15 +133,15 @@ def with_rings(x, change):
     return o, change(key), change(value)
 
 
-def placed(x, slot):
-    """One token after the other, token t at position p in slot(p, t, W)."""
+def placed(x, slot, unused=0):
+    """One token after the other, token t at position p in slot(p, t, W), the last slots unused."""
     key, value, o = x["ring_key"].copy(), x["ring_value"].copy(), []
     rows, W = np.arange(len(key)), key.shape[2]
     for t in range(x["q"].shape[2]):
         p = x["past_length"] + t
         j = slot(p, t, W)
         key[rows, :, j], value[rows, :, j] = x["k"][:, :, t], x["v"][:, :, t]
-        written = (np.arange(W) <= p[:, None])[:, None, None]
+        written = (np.arange(W) <= np.minimum(p, W - unused - 1)[:, None])[:, None, None]
         o.append(gqa.dense(x["q"][:, :, t:t + 1], key, value, written, scale=x["scale"])[0])
     return np.concatenate(o, axis=2), key, value
 
@@ -148,6 +149,12 @@ def placed(x, slot):
 def in_slot_order(x):
     """The line of keys and values with the ring as it lies, slot 0 first."""
     return line(**x | {name: turn(x[name], -x["past_length"]) for name in ("ring_key", "ring_value")})
+
+
+def turns(x):
+    """Tokens seen after the call, for a ring that is full; a ring that is not lies in order, 0."""
+    seen = x["past_length"] + x["q"].shape[2]
+    return np.where(seen > x["ring_key"].shape[2], seen, 0)
 
 
 def written(x):
@@ -166,16 +173,24 @@ BUGS = dict(
         x, lambda p, i, n, W: (0 <= i) & (p - W < i))),
     call_written_before_read=("all new tokens are in the ring before the first query reads it", lambda x: masked(
         x, lambda p, i, n, W: (0 <= i) & (n + x["q"].shape[2] - W <= i) & (i <= p))),
+    present_read_by_all=("every new token reads the ring as it is after the call, later tokens included", lambda x: (
+        masked(x, lambda p, i, n, W: (0 <= i) & (n + x["q"].shape[2] - W <= i)))),
+    mask_cut_at_start=("the mask of the whole sequence is cut to its first columns, not its last", lambda x: masked(
+        x, lambda p, i, n, W: (p - W < i - n + W) & (i - n + W <= p))),
     read_before_write=("each new token reads the ring before its own key is in it", lambda x: masked(
         x, lambda p, i, n, W: (0 <= i) & (p - W <= i) & (i < p))),
     past_ignored=("the new tokens see only each other", lambda x: masked(
         x, lambda p, i, n, W: (n <= i) & (p - W < i) & (i <= p))),
     garbage_read=("slots that no token has reached are read", lambda x: masked(
         x, lambda p, i, n, W: (p - W < i) & (i <= p))),
+    mask_of_longest_row=("slots are right, but every row may see as far as the longest", lambda x: masked(
+        x, lambda p, i, n, W: (p - W < i) & (i <= p) & ((0 <= i) | (i + W <= p - n + n.max())))),
     slots_taken_for_positions=("slot j is taken for the j-th oldest token where the window is applied", lambda x:
                                kit.with_o(dense(**x), gqa.dense(**in_slot_order(x))[0])),
     slot_clamped=("once the ring is full the last slot takes every token", lambda x: placed(
         x, lambda p, t, W: np.minimum(p, W - 1))),
+    last_slot_unused=("the ring is full one token early: positions go round in W - 1 slots", lambda x: placed(
+        x, lambda p, t, W: p % max(1, W - 1), unused=int(x["ring_key"].shape[2] > 1))),
     slot_one_late=("position p goes to slot (p + 1) mod W", lambda x: placed(x, lambda p, t, W: (p + 1) % W)),
     slot_from_0=("token t of a call goes to slot t mod W", lambda x: placed(x, lambda p, t, W: 0 * p + t % W)),
     token_over_token=("every token of a call goes to the slot of the first", lambda x: placed(
@@ -185,7 +200,7 @@ BUGS = dict(
     length_of_row_0=("the past_length of batch entry 0 is taken for every row", lambda x: dense(
         **kit.one_length(x, x["past_length"][0]))),
     present_in_order=("the ring comes back in order of position, the oldest token in slot 0", lambda x: with_rings(
-        x, lambda y: turn(y, x["past_length"] + x["q"].shape[2]))),
+        x, lambda y: turn(y, turns(x)))),
     present_not_written=("the rings are returned as they came", lambda x: (
         dense(**x)[0], x["ring_key"], x["ring_value"])),
     unused_slots_cleared=("slots without a token are set to 0", lambda x: with_rings(x, lambda y: y * written(x))),
@@ -225,6 +240,8 @@ VJP_BUGS = dict(
         dring_key=shared(x, *(0 * d for d in line_gradients(x)))["dring_key"])),
     overwritten_slot_keeps_gradient=("a slot that was overwritten passes gradient to what stood there", lambda x: dict(
         dring_key=vjp(**x | {"dpresent_key": 0 * x["dpresent_key"]})["dring_key"] + x["dpresent_key"])),
+    new_tokens_detached=("new keys and values go into the ring without their history and get no gradient",
+                         lambda x: {name: 0 * vjp(**x)[name] for name in ("dk", "dv")}),
     ring_gradient_in_order=("the gradient of the ring comes back in order of position", lambda x: dict(
         dring_key=turn(vjp(**x)["dring_key"], x["past_length"]))),
     dq_scale_missing=("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
@@ -246,11 +263,13 @@ CASES = dict(
         why="five tokens at once: a ring that has turned, one filled to the edge and over, one that is not full",
         sizes=SIZES, catches=(
             "window_plus_one", "window_minus_one", "window_dropped", "new_tokens_not_causal", "read_before_write",
-            "call_written_before_read", "past_ignored", "garbage_read", "slots_taken_for_positions", "slot_clamped",
-            "slot_one_late", "slot_from_0", "token_over_token", "length_of_longest_row", "length_of_row_0",
+            "call_written_before_read", "present_read_by_all", "mask_cut_at_start", "past_ignored", "garbage_read",
+            "mask_of_longest_row", "slots_taken_for_positions", "slot_clamped", "last_slot_unused", "slot_one_late",
+            "slot_from_0", "token_over_token", "length_of_longest_row", "length_of_row_0",
             "present_in_order", "present_not_written", "unused_slots_cleared", "cached_keys_scaled", "heads_tiled",
             "scale_missing", "group_gradient_last_head", "group_gradient_mean", "present_cotangent_lost",
-            "past_detached", "overwritten_slot_keeps_gradient", "ring_gradient_in_order", "dq_scale_missing")),
+            "past_detached", "overwritten_slot_keeps_gradient", "new_tokens_detached",
+            "ring_gradient_in_order", "dq_scale_missing")),
     at_the_edge=dict(
         why="one token at position W - 1, W and W + 1", sizes=SIZES | dict(T=1), light=True,
         past_length=np.array([7, 8, 9]),

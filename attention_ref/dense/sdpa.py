@@ -166,6 +166,12 @@ def over_queries(x):
     return (softmax(a, mask)[0].swapaxes(-1, -2) @ kit.plain(x["v"]),)
 
 
+def without_max(x):
+    e = np.where(x["mask"], np.exp(biased(x)), 0)
+    z = e.sum(-1, keepdims=True) + np.exp(sink_of(x))
+    return e / np.where(z == 0, 1, z) @ kit.plain(x["v"]), np.log(z)[..., 0]
+
+
 BUGS = dict(
     softmax_over_queries=("the weights sum to one over the queries instead of the keys", over_queries),
     scale_missing=("the scores are not scaled", lambda x: but(x, scale=1.0)),
@@ -176,9 +182,15 @@ BUGS = dict(
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: but(x, scale=x["q"].shape[3] ** -0.5)),
     score_overflow=("q k^T is formed before it is scaled and overflows float16",
                     lambda x: finish(x, cap(x, x["scale"] * raw(x, 1.0)) + x["bias"])),
+    no_max_subtracted=("exp of the scores as they are, no maximum subtracted: large ones overflow", without_max),
+    hidden_key_in_max=("the maximum is taken over hidden keys too: what is seen underflows", lambda x: (
+        kit.shifted_by_hidden(biased(x), x["mask"], sink_of(x)) @ kit.plain(x["v"]),)),
+    hidden_key_overflows=("exp of a hidden score overflows before it is multiplied by 0", lambda x: (
+        kit.hidden_times_zero(biased(x), x["mask"], sink_of(x)) @ kit.plain(x["v"]),)),
     bias_ignored=("the bias is never added", lambda x: but(x, bias=np.zeros_like(x["bias"]))),
     bias_before_scale=("the bias is scaled together with the scores",
                        lambda x: finish(x, cap(x, raw(x, x["scale"]) + x["scale"] * x["bias"]))),
+    bias_of_head_0=("the bias of head 0 serves every head", lambda x: but(x, bias=x["bias"][:, :1])),
     exp2_bias_not_rescaled=("exp2 with log2(e) in the scores but not in the bias",
                             lambda x: but(x, bias=x["bias"] * kit.LN2)),
     softcap_dropped=("the soft cap is accepted and never used", lambda x: but(x, softcap=None)),
@@ -190,10 +202,13 @@ BUGS = dict(
                         lambda x: leaky_cap(x, raw(x, x["scale"]), x["bias"])),
     softcap_after_additive_mask=("bias and mask are added before the cap: -inf becomes -softcap and leaks",
                                  lambda x: leaky_cap(x, raw(x, x["scale"]) + x["bias"], np.zeros_like(x["bias"]))),
+    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ x["v"],)),
     mask_dropped=("the mask is ignored", lambda x: but(x, mask=np.array(True))),
     mask_only_causal_kept=("padding or sequence borders are ignored, the causal part is kept",
                            lambda x: but(x, mask=kit.causal_part(x))),
     mask_polarity=("True is read as masked", lambda x: but(x, mask=~x["mask"])),
+    mask_transposed=("the mask is read as (key, query): silent where it is square", lambda x: but(
+        x, mask=kit.transposed_if_square(x["mask"]))),
     mask_added_as_0_1=("the boolean mask is added to the scores as 0 and 1",
                        lambda x: finish(x, biased(x) + x["mask"], np.array(True))),
     mask_carries_a_constant=("kept entries get 1 added instead of 0: seen in lse",
@@ -215,9 +230,8 @@ BUGS = dict(
                         lambda x: kit.at_empty_rows(dense(**x), lse=0)),
     minus_inf_minus_inf=("lse of a row without keys is -inf - (-inf)",
                          lambda x: kit.at_empty_rows(dense(**x), lse=np.nan)),
-    masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (weights(x) @ x["v"],)),
-    overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too",
-                               lambda x: finish(x, np.where(x["mask"], biased(x), 0), np.array(True))),
+    overflow_clean_up_unmasks=("infinities are replaced by 0, masked ones too", lambda x: finish(
+        x, np.where(x["mask"] & np.isfinite(biased(x)), biased(x), 0), np.array(True))),
     sentinel_does_not_fit=("-1e9 in place of a masked score is -inf in float16: NaN where it was uniform",
                            lambda x: finish_unguarded(x, np.where(x["mask"], biased(x), sentinel(x)))),
     sentinel_added_does_not_fit=("-1e9 added to a masked score is -inf in float16: NaN where all keys were seen",
@@ -229,7 +243,10 @@ BUGS = dict(
     value_width_from_keys=("the loop over value channels stops at dk", lambda x: kit.width_of_keys(x, dense(**x))),
     strides_ignored=("a strided view is read as if it were contiguous",
                      lambda x: but(x, **kit.changed(x, "qkv", kit.memory_order))),
+    value_strides_ignored=("v alone is read as if it were contiguous",
+                           lambda x: but(x, v=kit.memory_order(x["v"]))),
     sink_ignored=("the sink is not in the denominator", lambda x: but(x, sink=x["sink"] - np.inf)),
+    sink_of_head_0=("the sink of head 0 serves every head", lambda x: but(x, sink=x["sink"][:1])),
     sink_scaled=("the sink logit is multiplied by scale", lambda x: but(x, sink=x["scale"] * x["sink"])),
     sink_not_shifted=("exp(sink) is added to a sum of exp(score - max)",
                       lambda x: finish(x, biased(x), sink=sink_of(x) + row_max(x))[:1]),
@@ -252,6 +269,16 @@ def weights(x):
     return softmax(biased(x), x["mask"], sink_of(x))[0]
 
 
+def nan_in_backward(x):
+    """The row without keys has a NaN score gradient, which reaches dk of the whole head."""
+    seen = np.isfinite(np.where(x["mask"], x["bias"], -np.inf))
+    da = np.where(kit.empty_rows(seen), np.nan, score_gradient(x))
+    everywhere = 0 * da.sum((-2, -1), keepdims=True)
+    right = vjp(**x)
+    return dict(dq=right["dq"] + 0 * da.sum(-1, keepdims=True), dk=right["dk"] + everywhere,
+                dbias=sum_to(da, np.shape(x["bias"])))
+
+
 def first_slice(x):
     return score_gradient(x)[tuple(slice(0, 1) if n == 1 else slice(None) for n in np.shape(x["bias"]))]
 
@@ -265,8 +292,7 @@ VJP_BUGS = dict(
                                 lambda x: dict(dq=x["scale"] * score_gradient(x) @ kit.plain(x["k"]))),
     bias_gradient_not_reduced=("dbias is a slice, not the sum, over the axes along which bias was broadcast",
                                lambda x: dict(dbias=first_slice(x))),
-    masked_row_gradient_nan=("0 * NaN in the backward of a row without keys",
-                             lambda x: dict(dq=np.where(kit.empty_rows(x["mask"]), np.nan, vjp(**x)["dq"]))),
+    masked_row_gradient_nan=("0 * NaN in the backward of a row without keys", nan_in_backward),
     dlse_ignored=("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
     dlse_sign=("the gradient through lse has the wrong sign", lambda x: vjp(**x | {"dlse": -x["dlse"]})),
     dsink_without_empty_rows=("a row without keys sends nothing to the sink", lambda x: dict(
@@ -333,7 +359,8 @@ CASES = dict(
         shows=lambda x, y: (y["o"][:, :, 3] == 0).all() and (y["o"][:, :, 1] != 0).any()),
     packed=dict(
         why="two sequences in one row must not see each other", sizes=SIZES | dict(Tk=5), light=True,
-        mask=lambda n: kit.causal_of(n) & packed([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]), catches=("mask_only_causal_kept",)),
+        mask=lambda n: kit.causal_of(n) & packed([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]),
+        catches=("mask_only_causal_kept", "mask_transposed")),
     empty_row=dict(
         why="a row without keys among others", sizes=SIZES, mask=kit.but_row_1,
         catches=("empty_row_nan", "empty_row_uniform", "empty_row_lse_zero", "minus_inf_minus_inf",
@@ -352,7 +379,7 @@ CASES = dict(
     bias_per_head=dict(
         why="one bias table per head, shared by the batch", sizes=SIZES,
         bias=lambda n: draw("bias", (1, n.H, n.Tq, n.Tk)),
-        catches=("bias_gradient_not_reduced",)),
+        catches=("bias_gradient_not_reduced", "bias_of_head_0")),
     bias_per_key=dict(
         why="a bias per key, as an additive padding mask has", sizes=SIZES,
         bias=lambda n: draw("bias", (n.B, 1, 1, n.Tk)),
@@ -373,7 +400,8 @@ CASES = dict(
     sink=dict(
         why="one sink logit per head in the denominator", sizes=SIZES | dict(Tk=8), mask=kit.causal_of,
         sink=lambda n: draw("sink", (n.H,)) + 1, conventions=dict(causal="bottom-right"),
-        catches=("sink_ignored", "sink_scaled", "sink_not_shifted", "lse_without_sink", "dsink_missing")),
+        catches=("sink_ignored", "sink_of_head_0", "sink_scaled", "sink_not_shifted", "lse_without_sink",
+                 "dsink_missing")),
     sink_and_empty_row=dict(
         why="with a sink a row without keys is regular: o = 0, lse = sink", sizes=SIZES, mask=kit.but_row_1,
         sink=lambda n: draw("sink", (n.H,)) + 1, shows=lambda x, y: (y["lse"][:, :, 1] == x["sink"]).all(),
@@ -383,12 +411,14 @@ CASES = dict(
         mask=lambda n: blocks(PATTERN, 4, n.Tq, n.Tk)[None] & padding([6, 8], n.Tk),
         bias=lambda n: draw("bias", (n.B, 1, n.Tq, n.Tk)), sink=lambda n: draw("sink", (n.H,)) - 1,
         catches=("mask_of_head_0", "mask_of_batch_0", "sink_scaled", "softcap_after_mask")),
+    hidden_largest=dict(kit.HIDDEN_LARGEST, sizes=SIZES | dict(Tk=8), mask=kit.causal_of),
     long=dict(kit.LONG, sizes=SIZES | dict(B=1, H=1, Tq=9, Tk=205, dk=6, dv=3), mask=kit.causal_of),
     equal_widths=dict(kit.EQUAL_WIDTHS, sizes=SIZES | dict(dk=4, dv=4), mask=kit.causal_of),
     large_scores=dict(
         why="q k^T is over 65504 before it is scaled, and one key takes all the weight", sizes=SIZES, scale=0.5,
         change=lambda x: kit.ramp(x, 160, 160, -1),
-        shows=lambda x, y: (x["q"] @ x["k"].swapaxes(-1, -2)).max() > 65504 and np.allclose(y["o"], x["v"][:, :, :1])),
+        shows=lambda x, y: (x["q"] @ x["k"].swapaxes(-1, -2)).max() > 65504 and np.allclose(y["o"], x["v"][:, :, :1]),
+        catches=("score_overflow", "no_max_subtracted")),
     many_keys=dict(
         why="8192 equal weights, exact in every type: a float16 sum that grows one by one stops at 2048", light=True,
         sizes=dict(B=1, H=1, Tq=1, Tk=8192, dk=1, dv=1),
@@ -396,5 +426,5 @@ CASES = dict(
         shows=lambda x, y: np.allclose(y["lse"], np.log(8192))),
     strided=dict(
         why="q, k and v are views of (B, T, H, d) memory", sizes=SIZES, change=kit.strided,
-        catches=("strides_ignored",)),
+        catches=("strides_ignored", "value_strides_ignored")),
 )
