@@ -124,6 +124,12 @@ def mean_value(v):
     return plain(v).sum(-2, keepdims=True) / max(1, v.shape[-2])
 
 
+def rounded(a, bits):
+    """A float array with each number rounded to so many significant bits: 8 in bfloat16, 11 in float16."""
+    mantissa, exponent = np.frexp(np.asarray(a, np.float64))
+    return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits).astype(a.dtype)
+
+
 def memory_order(a):
     """The numbers as they lie in memory, read as if the array were contiguous."""
     return a.ravel(order="K").reshape(a.shape)

@@ -32,7 +32,7 @@ class Name(NamedTuple):
 
 
 AXES = dict(B="batch", H="head", Hq="head", Hkv="kv head", Tq="query", Tk="key", T="token", P="cached key", W="slot",
-            dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature")
+            R="row", dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature")
 
 NAMES = dict(
     q=Name("queries", draw=lambda s: 3 * tab(s, 3, 1), torch="query", jax="query", onnx="Q", fla="q"),
@@ -65,7 +65,20 @@ NAMES = dict(
                  jax="key_value_seq_lengths", onnx="nonpad_kv_seqlen", fla="cache_seqlens"),
     query_segments=Name("which packed sequence each query belongs to", "integers"),
     key_segments=Name("which packed sequence each key belongs to", "integers"),
+    positions=Name("place of each token in its sequence", "integers", onnx="position_ids"),
+    rotary=Name("number of channels, the first ones, that are rotated", "even integer in 2..dk",
+                onnx="rotary_embedding_dim (0 is dk)"),
+    base=Name("b in the frequencies b^(-2t / rotary)", "> 0"),
+    layout=Name("which channels are a pair: t and t + rotary/2, or 2t and 2t + 1", "half or interleaved",
+                onnx="interleaved (0 or 1)", fla="interleaved (bool)"),
+    pos_key=Name("table of distances that queries meet, projected to keys", draw=lambda s: 2 * tab(s, 9, 8)),
+    pos_query=Name("table of distances that keys meet, projected to queries", draw=lambda s: 2 * tab(s, 4, 3)),
+    p2c=Name("distance at which a key reads pos_query: i - j in released code, j - i in the paper",
+             "released or paper"),
+    max_position=Name("distances from here on share a log bucket, or lie beyond the table; None: no buckets",
+                      "integer >= R/4 + 2 or None"),
     x=Name("token vectors", draw=lambda s: 2 * tab(s, 3, 1)),
+    y=Name("token vectors after the operation", onnx="output"),
     z=Name("token vectors of the other sequence, which is attended to", draw=lambda s: 2 * tab(s, 4, 7)),
     w_q=Name("projection to queries, Q = X W_Q", draw=lambda s: tab(s, 5, 2)),
     w_k=Name("projection to keys, K = X W_K", draw=lambda s: tab(s, 7, 3)),
@@ -88,6 +101,9 @@ NAMES = dict(
     capped=Name("scores after the soft cap"),
     biased=Name("capped scores plus bias: what is masked and exponentiated"),
     weights=Name("softmax of the biased scores over the allowed keys"),
+    content=Name("q_i . k_j, not scaled"),
+    content_position=Name("q_i . pos_key[row of i - j], not scaled"),
+    position_content=Name("k_j . pos_query[row], not scaled"),
     concat=Name("what the heads give, side by side, before W_O"),
 )
 

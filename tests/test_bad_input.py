@@ -148,7 +148,7 @@ def test_one_size_changed(form):
         message = refusal(function, **case.inputs | {name: np.moveaxis(wrong, 0, axis)})
         assert names_an_argument(message, variant), (name, axis, message)
         tried += 1
-    assert tried >= 8
+    assert tried >= 4
 
 
 @ALL_FORMS

@@ -100,18 +100,22 @@ def test_source_is_accepted_by_its_compiler(tmp_path, variant, format):
     golden = load_cases(variant)
     done = subprocess.run(SOURCE[format](golden, tmp_path), cwd=tmp_path, shell=True, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    sums = [x.sum() for case in golden for x in (case.inputs[first_array(case)], case.outputs["o"])]
+    sums = [(case.inputs | case.outputs)[name].sum() for case in golden for _, name in first_arrays(case)]
     assert np.allclose([float(word) for word in done.stdout.split()], sums, rtol=1e-12, equal_nan=True)
 
 
-def first_array(case):
-    return next(name for name, x in case.inputs.items() if isinstance(x, np.ndarray))
+def first_array(arguments):
+    return next(name for name, x in arguments.items() if isinstance(x, np.ndarray))
+
+
+def first_arrays(case):
+    return ("inputs", first_array(case.inputs)), ("expected", first_array(case.outputs))
 
 
 def c_program(golden, folder):
     lines = [f'#include "{part}/{case.name}.h"' for case in golden for part in ("inputs", "expected", "tolerance")]
     pairs = [(f"{case.name}_{name}", np.size((case.inputs | case.outputs)[name]))
-             for case in golden for name in (first_array(case), "o")]
+             for case in golden for _, name in first_arrays(case)]
     body = [f"s = 0; for (int i = 0; i < {n}; i++) s += {name}[i]; printf(\"%.17g\\n\", s);" for name, n in pairs]
     text = "\n".join([*lines, "#include <stdio.h>", "int main(void) { double s;", *body, "return 0; }"])
     (folder / "all.c").write_text(text)
@@ -121,14 +125,14 @@ def c_program(golden, folder):
 def rust_program(golden, folder):
     lines = [f'#[path = "{part}/{case.name}.rs"] mod {part}_{case.name};' for case in golden for part in export.PARTS]
     body = [f'println!("{{}}", {part}_{case.name}::{name.upper()}.iter().map(|&x| x as f64).sum::<f64>());'
-            for case in golden for part, name in (("inputs", first_array(case)), ("expected", "o"))]
+            for case in golden for part, name in first_arrays(case)]
     (folder / "all.rs").write_text("\n".join(["#![allow(dead_code)]", *lines, "fn main() {", *body, "}"]))
     return "rustc -D warnings all.rs && ./all"
 
 
 def js_program(golden, folder):
     body = [f'console.log((await import("./{part}/{case.name}.mjs")).default.{name}.data.reduce((x, y) => x + y, 0));'
-            for case in golden for part, name in (("inputs", first_array(case)), ("expected", "o"))]
+            for case in golden for part, name in first_arrays(case)]
     (folder / "all.mjs").write_text("\n".join(body))
     return "node all.mjs"
 

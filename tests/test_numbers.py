@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flint import arb, ctx
 
-from attention_ref import load_cases, variants
+from attention_ref import kit, load_cases, variants
 from attention_ref.conformance import cases, numbers
 from attention_ref.conformance.numbers import Balls, Counted, Noisy, Numbers
 
@@ -29,6 +29,7 @@ KEEPS_CLASS = dict(
     take=lambda x: np.take_along_axis(x, np.array([[0]]), 0),
     broadcast=lambda x: np.broadcast_arrays(x, np.zeros((3, 2, 2)))[0],
     zeros_like=np.zeros_like,
+    full_like=lambda x: np.full_like(x, np.arange(3), shape=3),
     plain_first=lambda x: np.ones((2, 2)) @ x,
     number_first=lambda x: 2.0 - x,
 )
@@ -52,7 +53,11 @@ MIXTURES = dict(
     sum=lambda x: x.sum(),
     exp_of_a_sum=lambda x: np.exp(x.sum()),
     tanh=np.tanh,
+    sin=np.sin,
+    cos=np.cos,
     log=lambda x: np.log(x * x),
+    power_of_a_number=lambda x: 100.0 ** x,
+    power_of_an_integer=lambda x: 10000 ** x,
     stack=lambda x: np.stack([x, np.ones(3)]),
 )
 NOISY, COUNTED = numbers.noisy, lambda x: x.view(Counted)
@@ -194,6 +199,12 @@ def test_other_types_round_as_numpy_does(dtype):
         assert np.array_equal(numbers.round_to(x, dtype), x.astype(dtype).astype(np.float64))
 
 
+@pytest.mark.parametrize("dtype, bits", [("bfloat16", 8), ("float16", 11), ("float32", 24)])
+def test_rounding_to_so_many_bits_is_that_of_the_type(dtype, bits):
+    x = np.random.default_rng(0).normal(size=1000) * 8
+    assert np.array_equal(kit.rounded(x, bits), numbers.round_to(x, dtype)) and (kit.rounded(x, bits) != x).any()
+
+
 # Noisy arithmetic
 
 def used_ufuncs():
@@ -233,8 +244,9 @@ def test_every_ufunc_that_rounds_errs():
 
 
 @pytest.mark.parametrize("axis", [0, 1, None])
-def test_sums_err_by_the_size_of_their_terms(axis):
+def test_sums_err_by_the_size_of_their_terms(axis, monkeypatch):
     """A sum of cancelling terms errs by its terms, and a longer one by the root of their number."""
+    monkeypatch.setattr(Noisy, "random", np.random.default_rng(0))
     x = np.ones((64, 4)) * np.where(np.arange(64) % 2, 1, -1)[:, None]
     error = np.abs(np.asarray(numbers.noisy(x).sum(axis)) - x.sum(axis)) / Noisy.u
     terms = x.shape[axis] if axis is not None else x.size

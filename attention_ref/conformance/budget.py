@@ -33,6 +33,8 @@ LEAST = dict(float32=10, bfloat16=3)                     # what a mistake must s
 FAINT = {                                                # mistakes that score less in bfloat16, and why
     ("cross", "scale_ignored"): "the sums of W_O over heads and channels cancel: K is far larger than o",
     ("multi_head", "scale_ignored"): "the same",
+    ("rope", "angles_in_bfloat16"): "where everything is rounded to bfloat16 it is no mistake",
+    ("rope", "angles_in_float16"): "the same",
     ("flash", "p_without_sink"): "it moves no gradient by more than 4 per cent of the largest",
 }
 
