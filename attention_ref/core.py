@@ -47,6 +47,17 @@ def unread(x, mask):
     return np.where(seen, x, 0)
 
 
+def gather(x, j):
+    """x (B, H, T, d) at positions j, integers that broadcast to (B, H, n); zeros for a position outside 0..T-1.
+
+    What scatters is also a gather, from where each number comes: so a band, and its transpose, need nothing else.
+    """
+    B, H, T, d = x.shape
+    x = np.concatenate([x, np.zeros((B, H, 1, d), x.dtype)], 2)
+    b, h = np.ogrid[:B, :H]
+    return x[b[..., None], h[..., None], np.where((0 <= j) & (j < T), j, T)]
+
+
 def sum_to(x, shape):
     """Sum x over the axes along which an array of this shape was broadcast: the VJP of broadcasting."""
     full = (1,) * (x.ndim - len(shape)) + tuple(shape)

@@ -43,7 +43,10 @@ def padding(lengths, Tk):
 
 
 def window(Tq, Tk, left=None, right=None, dilation=1, anchor="bottom-right"):
-    """(Tq, Tk) `left` keys before and `right` keys after the query's own, `dilation` apart; None leaves a side open."""
+    """(Tq, Tk) `left` keys before and `right` keys after the query's own, `dilation` apart; None leaves a side open.
+
+    dilation may be an array of integers that broadcasts with (Tq, Tk), as one per head (H, 1, 1) does.
+    """
     at_least(0, left=left, right=right)
     at_least(1, dilation=dilation)
     i, j = grid(Tq, Tk)
@@ -55,9 +58,9 @@ def window(Tq, Tk, left=None, right=None, dilation=1, anchor="bottom-right"):
 
 
 def at_least(least, **numbers):
-    """Raise ValueError for a number, other than None, that is below `least`."""
+    """Raise ValueError for a number, or one of an array, that is below `least`; None is not."""
     for name, n in numbers.items():
-        if n is not None and n < least:
+        if n is not None and np.min(n) < least:
             raise ValueError(f"{name}: expected an integer >= {least}, got {n}")
 
 

@@ -72,6 +72,13 @@ def test_window_keeps_steps_to_both_sides(Tq, Tk, anchor):
         assert agrees(window, Tq, Tk, lambda i, j: j - (i + p) in seen), (left, right, dilation)
 
 
+def test_window_with_a_dilation_for_each_head():
+    stacked = masks.window(5, 7, 2, 1, np.array([2, 1, 3])[:, None, None])
+    assert np.array_equal(stacked, [masks.window(5, 7, 2, 1, dilation) for dilation in (2, 1, 3)])
+    with pytest.raises(ValueError, match="dilation: expected an integer >= 1"):
+        masks.window(5, 7, 2, 1, np.array([2, 0])[:, None, None])
+
+
 def test_padding_keeps_the_first_keys_of_each_batch_entry():
     padding = masks.padding([3, 0, 4], 4)
     assert padding.shape == (3, 1, 1, 4) and padding.dtype == bool
