@@ -64,6 +64,39 @@ def sum_to(x, shape):
     return x.sum(tuple(i for i, n in enumerate(full) if n == 1 and x.shape[i] != 1), keepdims=True).reshape(shape)
 
 
+def segment_sum(x, segment, count):
+    """x (B, H, E, ...) -> (B, H, count, ...): entry e is added to place segment[e]. The VJP of y[:, :, segment]."""
+    y = np.zeros_like(x, shape=(*x.shape[:2], count, *x.shape[3:]))
+    np.add.at(y, np.s_[:, :, segment], x)
+    return y
+
+
+def segment_softmax(s, segment, count):
+    """Softmax of scores s (B, H, E) over the entries of each segment: entry e belongs to segment[e], below count.
+
+    Returns weights (B, H, E) and lse (B, H, count), natural log. A segment without entries has lse -inf, as has one
+    whose scores are all -inf, where the weights are 0.
+    """
+    m = np.full_like(s, -np.inf, shape=(*s.shape[:2], count))
+    np.maximum.at(m, np.s_[:, :, segment], s)
+    m = np.where(m.real == -np.inf, 0, m)
+    e = np.exp(s - m[:, :, segment])
+    z = segment_sum(e, segment, count)
+    empty = z == 0
+    z = np.where(empty, 1, z)
+    return e / z[:, :, segment], np.where(empty, -np.inf, m + np.log(z))
+
+
+def on_edges(x, source, target):
+    """x (..., N, d) with zeros in place of the nodes at which no edge starts or ends: they are never read."""
+    return np.where(np.isin(np.arange(x.shape[-2]), [source, target])[:, None], x, 0)
+
+
+def leaky_relu(x, slope):
+    """x where it is positive, else slope x. Its derivative at 0 is slope."""
+    return np.where(x.real > 0, x, slope * x)
+
+
 def repeat_heads(x, heads):
     """x (B, Hkv, T, d) -> (B, heads, T, d): query head h reads kv head h // (heads / Hkv)."""
     return np.repeat(x, heads // x.shape[1], axis=1)

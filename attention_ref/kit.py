@@ -5,6 +5,7 @@ these: a formula stays one independent text in one file.
 """
 import numpy as np
 
+from .core import segment_softmax, segment_sum, softmax
 from .masks import causal
 from .names import draw
 
@@ -227,3 +228,119 @@ def sequential_softmax(s, v, sink):
 def without_row_term(p, do, k, v, scale):
     """dq for the weights p when dS = P dP lacks its row term."""
     return scale * (p * (do @ plain(v).swapaxes(-1, -2))) @ plain(k)
+
+
+# Attention over edges source -> target, (E,) each, of a graph whose nodes are on axis 2 of q or axis 1 of x
+
+def edges(*pairs):
+    """source and target of these pairs."""
+    source, target = np.array(pairs, int).reshape(-1, 2).T
+    return dict(source=source, target=target)
+
+
+EDGES = edges((3, 1), (0, 2), (1, 4), (4, 1), (2, 0), (0, 3), (4, 2), (2, 2), (1, 0))    # in no order; 2 sees itself
+RING = edges((1, 0), (2, 1), (3, 2), (4, 3), (0, 4))
+LEFT_OUT = edges((0, 1), (4, 1), (1, 3), (0, 0), (3, 3), (4, 3))            # nothing ends in 2 and 4, nothing leaves 2
+PARALLEL = edges((2, 1), (0, 1), (2, 1), (3, 4), (1, 0), (3, 4), (2, 1), (4, 2), (0, 3), (1, 0))
+
+
+def on(edges, sizes, **recipe):
+    """A case on these edges."""
+    return dict(edges, sizes=sizes | dict(E=len(edges["source"])), **recipe)
+
+
+def nodes_of(x):
+    """The number N of nodes."""
+    return x["q" if "q" in x else "x"].shape[-2]
+
+
+def on_no_edge(x):
+    """(N, 1) True for a node at which no edge starts or ends."""
+    return ~np.isin(np.arange(nodes_of(x)), [x["source"], x["target"]])[:, None]
+
+
+def edges_at(x, places):
+    """The edges at these places of the list, each with its bias."""
+    bias = {"bias": x["bias"][..., places]} if "bias" in x and x["bias"].shape[-1] > 1 else {}
+    return dict(source=x["source"][places], target=x["target"][places]) | bias
+
+
+def edges_added(x, pairs):
+    """The edges and those of these pairs that are not among them, with a bias of 0."""
+    known = set(zip(x["source"].tolist(), x["target"].tolist()))
+    new = np.array([pair for pair in pairs if pair not in known], int).reshape(-1, 2)
+    edges = dict(source=np.append(x["source"], new[:, 0]), target=np.append(x["target"], new[:, 1]))
+    if "bias" not in x:
+        return edges
+    old = np.broadcast_to(x["bias"], (*x["bias"].shape[:2], len(x["source"])))
+    return edges | dict(bias=np.concatenate([old, np.zeros_like(old, shape=(*old.shape[:2], len(new)))], -1))
+
+
+def interleaved(w):
+    """W of the heads if they owned every H-th column of a (D, H dv) matrix that holds them one after the other."""
+    H, D, dv = w.shape
+    return np.moveaxis(w.swapaxes(0, 1).reshape(D, dv, H), -1, 0)
+
+
+def last_of(segment):
+    """The place of the last entry of every segment."""
+    return np.array([np.flatnonzero(segment == i)[-1] for i in np.unique(segment)], int)
+
+
+def normalised(e, target, N):
+    """e (B, H, E) divided by its sum over the edges that end in one node; 0/0 is NaN."""
+    return e / segment_sum(e, target, N)[:, :, target]
+
+
+EDGE_CHANGES = dict(                                                        # other edges, from the inputs x of a case
+    direction_reversed=("an edge is read from target to source: values flow backwards",
+                        lambda x: dict(source=x["target"], target=x["source"])),
+    self_loops_added=("every node sees itself, whether or not there is such an edge",
+                      lambda x: edges_added(x, [(i, i) for i in range(nodes_of(x))])),
+    self_loops_removed=("an edge from a node to itself is dropped",
+                        lambda x: edges_at(x, np.flatnonzero(x["source"] != x["target"]))),
+    parallel_edges_merged=("parallel edges count as one, the first", lambda x: edges_at(x, np.sort(
+        np.unique(x["source"] + nodes_of(x) * x["target"], return_index=True)[1]))),
+    edges_assumed_sorted=("the edges of a node are counted off as if the list were sorted by target",
+                          lambda x: dict(target=np.sort(x["target"]))),
+    last_edge_lost=("the loop over the edges of a node ends one early",
+                    lambda x: edges_at(x, np.delete(np.arange(len(x["source"])), last_of(x["target"])))),
+    every_node_seen=("the graph is ignored: the softmax is over all nodes", lambda x: edges_added(
+        x, [(j, i) for i in range(nodes_of(x)) for j in range(nodes_of(x))])),
+)
+EDGE_WEIGHTS = dict(                                                        # other weights, from logits a (B, H, E)
+    softmax_over_outgoing=("the softmax is over the edges that leave a node",
+                           lambda a, source, target, N: segment_softmax(a, source, N)[0]),
+    softmax_over_all_edges=("the softmax is over all edges of the graph at once",
+                            lambda a, source, target, N: softmax(a)[0]),
+    maximum_not_subtracted=("exp of the logits as they are overflows",
+                            lambda a, source, target, N: normalised(np.exp(a), target, N)),
+    global_maximum=("one maximum is subtracted for all nodes: a node far below it is 0/0", lambda a, source, target, N:
+                    normalised(np.exp(a - a.max(-1, keepdims=True, initial=-np.inf)), target, N)),
+    scatter_overwrites=("y[target] += x keeps the last of the edges that end in one node",
+                        lambda a, source, target, N: np.isin(np.arange(len(target)), last_of(target)) + 0 * a),
+)
+
+
+def receives(x):
+    """(N, 1) True for a node in which an edge ends."""
+    return np.isin(np.arange(nodes_of(x)), x["target"])[:, None]
+
+
+def edge_mistakes(dense, parts):
+    """Mistakes of any attention over edges; parts(x) gives the right logits (B, H, E) and values (B, H, N, dv)."""
+    def o(x, weights=lambda a, source, target, N: segment_softmax(a, target, N)[0]):
+        (a, v), source, target = parts(x), x["source"], x["target"]
+        return segment_sum(weights(a, source, target, v.shape[2])[..., None] * v[:, :, source], target, v.shape[2])
+    changes = {slug: (text, lambda x, change=change: dense(**x | change(x)))
+               for slug, (text, change) in EDGE_CHANGES.items()}
+    weights = {slug: (text, lambda x, weights=weights: (o(x, weights),))
+               for slug, (text, weights) in EDGE_WEIGHTS.items()}
+    return changes | weights | dict(
+        own_value_sent=("a node receives its own value in place of the source's",
+                        lambda x: (np.where(receives(x), parts(x)[1], 0),)),
+        empty_row_nan=("a node in which no edge ends is 0/0", lambda x: (np.where(receives(x), o(x), np.nan),)),
+        empty_row_uniform=("a node in which no edge ends gets the mean of all values",
+                           lambda x: (np.where(receives(x), o(x), mean_value(parts(x)[1])),)),
+        masked_nan_poison=("0 * NaN: a node that no edge leaves is read by all, as in a dense product",
+                           lambda x: (o(x) + (0 * parts(x)[1]).sum(-2, keepdims=True),)))

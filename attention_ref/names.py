@@ -32,7 +32,7 @@ class Name(NamedTuple):
 
 
 AXES = dict(B="batch", H="head", Hq="head", Hkv="kv head", Tq="query", Tk="key", T="token", P="cached key", W="slot",
-            R="row", dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature")
+            R="row", dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature", N="node", E="edge")
 
 NAMES = dict(
     q=Name("queries", draw=lambda s: 3 * tab(s, 3, 1), torch="query", jax="query", onnx="Q", fla="q"),
@@ -105,6 +105,23 @@ NAMES = dict(
     key_block=Name("columns of a tile, never changes the result", "integer >= 1"),
     chunk_size=Name("positions per chunk, never changes the result", "integer >= 1",
                     onnx="chunk_size", fla="chunk_size"),
+    source=Name("node at which each edge starts: the key", "integers in 0..N-1"),
+    target=Name("node at which each edge ends: the query", "integers in 0..N-1"),
+    w=Name("projection of every head, h = x W", draw=lambda s: tab(s, 5, 2)),
+    w_source=Name("projection of every head for the node at which an edge starts", draw=lambda s: tab(s, 5, 2)),
+    w_target=Name("projection of every head for the node at which an edge ends", draw=lambda s: tab(s, 7, 3)),
+    a=Name("attention vector of every head", draw=lambda s: 2 * tab(s, 3, 8)),
+    a_source=Name("half of the attention vector that meets the node at which an edge starts",
+                  draw=lambda s: 2 * tab(s, 3, 8)),
+    a_target=Name("half of the attention vector that meets the node at which an edge ends",
+                  draw=lambda s: 2 * tab(s, 9, 5)),
+    slope=Name("slope of LeakyReLU below 0"),
+    spatial_bias=Name("bias of every head for each distance, the last entry for pairs without a path", "real or -inf",
+                      draw=lambda s: 2 * tab(s, 11, 4)),
+    edge_features=Name("vector of every edge", draw=lambda s: 2 * tab(s, 4, 7)),
+    edge_weight=Name("vector of every head that meets the n-th edge of a path", draw=lambda s: 2 * tab(s, 7, 3)),
+    distance=Name("number of edges on a shortest path from node i to node j; -1 where there is none", "integers >= -1"),
+    path=Name("its edges, from i to j, filled up with -1", "integers in -1..E-1"),
     scores=Name("scale * q k^T"),
     capped=Name("scores after the soft cap"),
     biased=Name("capped scores plus bias: what is masked and exponentiated"),
@@ -112,6 +129,9 @@ NAMES = dict(
     content=Name("q_i . k_j, not scaled"),
     content_position=Name("q_i . pos_key[row of i - j], not scaled"),
     position_content=Name("k_j . pos_query[row], not scaled"),
+    projected=Name("node vectors of every head, h = x W"),
+    edge_encoding=Name("mean of the edges on a shortest path, each after its product with a weight"),
+    logits=Name("what is exponentiated, where it is no scaled, biased product"),
     concat=Name("what the heads give, side by side, before W_O"),
 )
 

@@ -8,6 +8,7 @@
     "int" "int =H" "int >=1" an integer; an integer equal to the size H; one that is not below 1
     "optional >0"            a finite number above 0, or None
     "int B >=0 <=Tk"         integers from 0 to the size Tk, which an earlier argument has
+    "int E >=0 <N"           integers from 0 on, below the size N, which an earlier argument has
     "str a|b"                one of the words a and b
     "optional", "optional str", "optional H"     None is allowed
 """
@@ -29,6 +30,7 @@ class Spec(NamedTuple):
     least: float        # the smallest value that is allowed
     above: float        # what every value must exceed
     most: str           # the size that no value may exceed, or ""
+    below: str          # the size that every value must stay below, or ""
     choices: tuple      # the words that are allowed, () if any
     optional: bool
 
@@ -42,11 +44,12 @@ def parse(text):
     kind = words.pop(0) if words and words[0] in KINDS else "float"
     equals = words.pop()[1:] if words and words[0].startswith("=") else ""
     most = words.pop()[2:] if words and words[-1].startswith("<=") else ""
+    below = words.pop()[1:] if words and words[-1].startswith("<") else ""
     least = float(words.pop()[2:]) if words and words[-1].startswith(">=") else 1.0 if equals else -np.inf
     above = float(words.pop()[1:]) if words and words[-1].startswith(">") else -np.inf
     choices = tuple(words.pop().split("|")) if kind == "str" and words else ()
     axes, may_be_1 = tuple(w.rstrip("?") for w in words), tuple(w.endswith("?") for w in words)
-    return Spec(kind, axes, may_be_1, equals, least, above, most, choices, optional)
+    return Spec(kind, axes, may_be_1, equals, least, above, most, below, choices, optional)
 
 
 def sizes(schema, arguments):
@@ -92,6 +95,8 @@ def _check_domain(name, spec, value, found):
         raise ValueError(f"{name}: expected a finite number > {spec.above:g}, got {value}")
     if spec.most and np.size(value) and np.max(value) > found[spec.most]:
         raise ValueError(f"{name}: expected numbers <= {spec.most} = {found[spec.most]}, got {np.max(value)}")
+    if spec.below and np.size(value) and np.max(value) >= found[spec.below]:
+        raise ValueError(f"{name}: expected numbers < {spec.below} = {found[spec.below]}, got {np.max(value)}")
 
 
 def _bind(name, spec, shape, found):

@@ -170,10 +170,21 @@ def test_integers_have_a_domain(form):
     for name, text in module.INPUTS.items():
         spec = parse(text)
         if spec.kind == "int" and (spec.equals or spec.least > -np.inf):
-            for wrong in (-1, 1.5, True):
+            for wrong in (int(spec.least) - 1, 1.5, True):
                 x = case.inputs[name]
                 value = np.full(np.shape(x), wrong) if isinstance(x, np.ndarray) else wrong
                 assert refusal(function, **case.inputs | {name: value}).startswith(f"{name}: expected "), wrong
+
+
+@ALL_FORMS
+def test_integers_that_point_stay_below(form):
+    variant, function = FORMS[form]
+    case, module = load_cases(variant, "basic")[0], variants()[variant]
+    for name, text in module.INPUTS.items():
+        if size := parse(text).below:
+            wrong = np.where(np.arange(case.inputs[name].size) == 1, case.sizes[size], case.inputs[name].ravel())
+            message = refusal(function, **case.inputs | {name: wrong.reshape(case.inputs[name].shape)})
+            assert message == f"{name}: expected numbers < {size} = {case.sizes[size]}, got {case.sizes[size]}"
 
 
 # Asking for golden data

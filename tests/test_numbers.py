@@ -59,7 +59,17 @@ MIXTURES = dict(
     power_of_a_number=lambda x: 100.0 ** x,
     power_of_an_integer=lambda x: 10000 ** x,
     stack=lambda x: np.stack([x, np.ones(3)]),
+    add_at=lambda x: at(np.add, np.zeros_like(x, shape=2), x),
+    maximum_at=lambda x: at(np.maximum, np.full_like(x, -np.inf, shape=2), x),
 )
+
+
+def at(ufunc, y, x):
+    """y after its first place has met x[0] and x[2]."""
+    ufunc.at(y, [0, 0], x[::2])
+    return y
+
+
 NOISY, COUNTED = numbers.noisy, lambda x: x.view(Counted)
 
 
@@ -261,6 +271,16 @@ def test_matmul_errs_by_the_size_of_its_terms():
     assert 64 * 4 < error.max() <= 64 * 8
 
 
+def test_sums_in_place_err_by_the_size_of_their_terms():
+    """np.add.at: 64 cancelling terms and 1 at one place, 1 term at another, none at the third."""
+    x, places = np.where(np.arange(66) % 2, 1.0, -1.0), np.repeat([0, 1], [65, 1])
+    y = numbers.noisy(np.zeros((200, 3)))
+    np.add.at(y, np.s_[:, places], numbers.noisy(np.broadcast_to(x, (200, 66))))
+    error = np.abs(np.asarray(y) - [-1, 1, 0]).max(0) / Noisy.u
+    assert type(y) is Noisy and 65 * 4 < error[0] <= 1.001 * 65 ** 1.5
+    assert 0.5 < error[1] <= 1 and error[2] == 0
+
+
 def test_noise_spares_what_is_exact():
     x = numbers.noisy(np.array([0.0, -np.inf, np.inf, np.nan]))
     assert np.exp(x)[1] == 0 and np.exp(x)[2] == np.inf and np.isnan(np.exp(x)[3])
@@ -318,6 +338,7 @@ def test_a_matmul_costs_2mnk(batch, m, n, k):
 @pytest.mark.parametrize("function, flops, exp", [
     (lambda x: np.exp(x), 0, 12), (lambda x: np.exp(x).sum(), 12, 12), (lambda x: x * x + 1, 24, 0),
     (lambda x: np.tanh(x) / 2, 12, 12), (lambda x: np.sqrt((x * x).sum(-1)), 24, 3),
+    (lambda x: np.add.at(np.zeros_like(x), [0, 2, 2, 1, 2], x[[0, 1, 2, 0, 1]]), 20, 0),
     (lambda x: np.where(x > 0, x, 0).max(-1), 0, 0), (lambda x: np.arange(3) * 2, 0, 0)])
 def test_exponentials_are_counted_apart(function, flops, exp):
     assert numbers.count(function, x=np.ones((3, 4))) == dict(flops=flops, exp=exp)

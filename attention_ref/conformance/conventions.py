@@ -55,6 +55,10 @@ CONVENTIONS = dict(
         "h//group": (), "h%Hkv": ("heads_tiled",)}, ("q",)),
     unused_slots=Convention("what a cache holds in slots without a token", {
         "copied": (), "zero": ("unused_slots_cleared",)}),
+    self_loops=Convention("whether a node of a graph sees itself", {
+        "as-listed": (), "added": ("self_loops_added",), "removed": ("self_loops_removed",)}),
+    parallel_edges=Convention("what two edges between the same nodes are", {
+        "two-terms": (), "one": ("parallel_edges_merged",)}),
     ring=Convention("the order in which a ring comes back", {"slots": (), "positions": ("present_in_order",)}),
 )
 

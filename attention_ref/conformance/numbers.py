@@ -124,13 +124,26 @@ class Noisy(Numbers):
     EXACT = {"maximum", "minimum", "negative", "positive", "absolute", "isnan", "isfinite"}
 
     def compute(self, ufunc, method, xs, options):
+        if ufunc is np.add and method == "at":
+            return self.add_at(*xs)
         y = super().compute(ufunc, method, xs, options)
         if np.asarray(y).dtype.kind != "f" or ufunc.__name__ in self.EXACT:
             return y
-        size = self.size(ufunc, method, xs, options, y)
+        return y + self.error(self.size(ufunc, method, xs, options, y))
+
+    def error(self, size):
+        """A random error of at most u in units of size, none where that is not finite."""
         with np.errstate(invalid="ignore"):
-            error = self.u * self.random.uniform(-1, 1, np.shape(y)) * size
-        return y + np.where(np.isfinite(error), error, 0)
+            error = self.u * self.random.uniform(-1, 1, np.shape(size)) * size
+        return np.where(np.isfinite(error), error, 0)
+
+    def add_at(self, y, places, x):
+        """np.add.at, in place: every place of y errs as the sum of what came to it."""
+        total, terms = np.abs(y), np.zeros(y.shape)
+        np.add.at(total, places, np.abs(x))
+        np.add.at(terms, places, 1)
+        np.add.at(y, places, x)
+        y += self.error(total * np.sqrt(terms))
 
     def size(self, ufunc, method, xs, options, y):
         if ufunc is np.matmul:
@@ -155,8 +168,9 @@ class Counted(Numbers):
 
     def compute(self, ufunc, method, xs, options):
         y = super().compute(ufunc, method, xs, options)
+        y, terms = (xs[0], xs[-1]) if method == "at" else (y, y if method == "__call__" else xs[0])
         if np.asarray(y).dtype.kind == "f" and ufunc.__name__ not in self.FREE:
-            work = np.size(y) if method == "__call__" else np.size(xs[0])
+            work = np.size(terms)
             work *= 2 * xs[0].shape[-1] if ufunc is np.matmul else 1
             self.total["exp" if ufunc.__name__ in self.APART else "flops"] += work
         return y
