@@ -11,7 +11,7 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-FAMILIES = ("dense", "position", "sparse")
+FAMILIES = ("dense", "position", "sparse", "compressed", "recurrent")
 _FAMILY_OF = {module.name: family for family in FAMILIES
               for module in pkgutil.iter_modules([str(Path(__file__).parent / family)])}
 

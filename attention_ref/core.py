@@ -125,6 +125,36 @@ def chunks(x, size):
     return [x[:, :, i:i + size] for i in range(0, x.shape[2], size)]
 
 
+def decay_between(a):
+    """Gates a (..., T, n) -> (..., T, T, n): entry i, j is a_{j+1} ... a_i, 1 on the diagonal, 0 for j > i.
+
+    Each row is the row before it, decayed once more. Nothing is divided and no logarithm is taken, so a gate of exactly
+    0 is exact. The last row is what is left of each token at the end.
+    """
+    T = a.shape[-2]
+    d = np.zeros_like(a, shape=(*a.shape[:-2], T, T, a.shape[-1]))
+    for i in range(T):
+        d[..., i, :i, :] = a[..., i, None, :] * d[..., i - 1, :i, :]
+        d[..., i, i, :] = 1
+    return d
+
+
+def solve_unit_lower(n, r):
+    """x (..., T, d) with (I + n) x = r, by forward substitution; n (..., T, T) is read below its diagonal only."""
+    x = r.copy()
+    for i in range(1, x.shape[-2]):
+        x[..., i, :] -= (n[..., i, None, :i] @ x[..., :i, :])[..., 0, :]
+    return x
+
+
+def solve_unit_upper(n, r):
+    """x (..., T, d) with (I + n)^T x = r, by back substitution; n as for `solve_unit_lower`, of which it is the VJP."""
+    x = r.copy()
+    for i in reversed(range(x.shape[-2] - 1)):
+        x[..., i, :] -= (n[..., i + 1:, i, None].swapaxes(-1, -2) @ x[..., i + 1:, :])[..., 0, :]
+    return x
+
+
 @functools.cache
 def njit(loop):
     """The loop compiled by numba, without fastmath; the loop itself, with one warning, where numba is absent."""

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "attention_ref"
 TESTS = Path(__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 GROUND = {"numpy", "shapes", "masks", "names", "core", "kit"}
-BLOCKS = {"multi_head", "cross", "kv_cache", "ring_cache"}           # may import other variants
+# may import other variants
+BLOCKS = {"multi_head", "cross", "kv_cache", "ring_cache", "mega", "griffin", "mamba2"}
 
 
 def imports(path):
@@ -73,7 +74,7 @@ def test_names_are_those_of_the_glossary(variant):
 def test_the_record_is_whole(variant):
     module = variants()[variant]
     assert re.search(r"(arXiv:|eq\.|section)", module.__doc__), "the docstring names its source"
-    assert module.FORMS[0].__name__ == "dense" and len(module.FORMS) > 1 and module.CASES and module.BUGS
+    assert module.FORMS[0].__name__ in ("dense", "recurrent") and len(module.FORMS) > 1 and module.CASES and module.BUGS
     for text in (module.INPUTS | module.OUTPUTS).values():
         assert parse(text)
     for slug, (sentence, wrong) in (module.BUGS | getattr(module, "VJP_BUGS", {})).items():

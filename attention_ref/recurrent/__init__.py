@@ -1,0 +1,1 @@
+"""Mixers that carry a state from token to token: gates, the delta rule, moving averages, state spaces."""
