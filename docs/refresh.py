@@ -59,8 +59,8 @@ def chapters():
 WRONG = """# Wrong implementations, and what the tool says
 
 Each was written from a public thread, as people write such code. The first 56 were written without a look at the
-[named mistakes](mistakes.md): all were refused, and 38 were given the right name. What the other 18 showed was mended, in the
-tables and in the diagnosis. The tests run all of them: each is refused, and {named} of {all} are named as below.
+[named mistakes](mistakes.md): all were refused, and 38 were given the right name. What the other 18 showed was mended, in
+the tables and in the diagnosis. The tests run all of them: each is refused, and {named} of {all} are named as below.
 
 | implementation | what is wrong with it | from | it is named |
 |---|---|---|---|
@@ -73,7 +73,8 @@ def wrong_implementations():
     rows, described = [], wrong["described"]()
     for name, mistake in wrong["NAMED"].items():
         (text, thread), path = described[name], name.partition(".")[0]
-        said = f"`{mistake}`: {sentences(variants()[wrong['variant'](name)])[mistake]}" if mistake else "caught, not named"
+        known = sentences(variants()[wrong["variant"](name)])
+        said = f"`{mistake}`: {known[mistake]}" if mistake else "caught, not named"
         rows.append(f"| [{name}](../tests/wrong/{path}.py) | {text} | {thread} | {said} |\n")
     named = sum(mistake is not None for mistake in wrong["NAMED"].values())
     return WRONG.format(named=named, all=len(rows)) + "".join(row.replace("_torch.", ".", 1) for row in rows)
