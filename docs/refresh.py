@@ -59,8 +59,8 @@ def chapters():
 WRONG = """# Wrong implementations, and what the tool says
 
 Each was written from a public thread, as people write such code. The first 56 were written without a look at the
-[named mistakes](mistakes.md): all were refused, and 38 were given the right name. What the other 18 showed was mended, in
-the tables and in the diagnosis. The tests run all of them: each is refused, and {named} of {all} are named as below.
+[named mistakes](mistakes.md): all were refused, and 38 were given the right name. What the other 18 showed was mended,
+in the tables and in the diagnosis. The tests run all of them: each is refused, and {named} of {all} are named as below.
 
 | implementation | what is wrong with it | from | it is named |
 |---|---|---|---|

@@ -153,7 +153,7 @@ def test_a_table_that_every_query_meets_alike_is_a_bias_by_distance():
 
 def test_the_paper_reads_the_same_for_queries_and_keys():
     """Exchange queries with keys, and their tables: the scores are transposed. Not so as released."""
-    (q, k, v), (pos_key, pos_query) = qkv(), tables()
+    (q, k, _), (pos_key, pos_query) = qkv(), tables()
     for p2c, same in dict(paper=True, released=False).items():
         rows = deberta.table_rows(q, pos_key, p2c, None)
         scores = sum(deberta.terms(q, k, pos_key, pos_query, *rows))

@@ -260,9 +260,8 @@ BUGS = dict(
 
 def of_scores(x):
     """The right gradient of the unscaled scores (B, H, T, T)."""
-    k, v = kit.plain(x["k"]), kit.plain(x["v"])
     p, _ = softmax(x["scale"] * sum(parts(x)), x["mask"])
-    dp = x["do"] @ v.swapaxes(-1, -2)
+    dp = x["do"] @ kit.plain(x["v"]).swapaxes(-1, -2)
     return x["scale"] * p * (dp - (p * dp).sum(-1, keepdims=True) + x["dlse"][..., None])
 
 
