@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnx")
 
-from onnx.backend.test.case.node import rotaryembedding as _  # its import fills the list of cases
+import onnx.backend.test.case.node.rotaryembedding  # its import fills the list of cases
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
