@@ -97,6 +97,14 @@ def leaky_relu(x, slope):
     return np.where(x.real > 0, x, slope * x)
 
 
+def scatter(x, row, count):
+    """(..., Tq, count): of each line of x (..., Tq, Tk), the sum over the places whose row (Tq, Tk) is r, r < count.
+
+    The VJP of picking rows of a table.
+    """
+    return np.stack([np.where(row == r, x, 0).sum(-1) for r in range(count)], -1)
+
+
 def repeat_heads(x, heads):
     """x (B, Hkv, T, d) -> (B, heads, T, d): query head h reads kv head h // (heads / Hkv)."""
     return np.repeat(x, heads // x.shape[1], axis=1)

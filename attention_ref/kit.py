@@ -344,3 +344,81 @@ def edge_mistakes(dense, parts):
                            lambda x: (np.where(receives(x), o(x), mean_value(parts(x)[1])),)),
         masked_nan_poison=("0 * NaN: a node that no edge leaves is read by all, as in a dense product",
                            lambda x: (o(x) + (0 * parts(x)[1]).sum(-2, keepdims=True),)))
+
+
+# Attention whose scores get a bias of positions
+
+def scores(x):
+    """scale q k^T (B, H, Tq, Tk), hidden keys included."""
+    return x["scale"] * x["q"] @ plain(x["k"]).swapaxes(-1, -2)
+
+
+def attend(x, logits):
+    """o and lse for logits (B, H, Tq, Tk)."""
+    weights, lse = softmax(logits, x["mask"])
+    return weights @ plain(x["v"]), lse
+
+
+def score_gradient(x, logits):
+    """The gradient of the logits (B, H, Tq, Tk)."""
+    p, _ = softmax(logits, x["mask"])
+    dp = x["do"] @ plain(x["v"]).swapaxes(-1, -2)
+    return p * (dp - (p * dp).sum(-1, keepdims=True) + x["dlse"][..., None])
+
+
+def overwritten(da, index, rows):
+    """(H, rows), the gradient of a table by d[index] += da, as NumPy does it: of pairs with one row the last stays."""
+    d = np.zeros_like(da, shape=(da.shape[1], rows))
+    d[:, index] += da.sum(0)
+    return d
+
+
+def over_queries(x, logits):
+    """o alone, for weights that sum to one over the queries."""
+    weights, _ = softmax(logits.swapaxes(-1, -2), x["mask"].swapaxes(-1, -2))
+    return (weights.swapaxes(-1, -2) @ plain(x["v"]),)
+
+
+def bias_mistakes(dense, bias):
+    """Mistakes of any attention with a bias of positions; bias(x) gives the right one, (H, Tq, Tk)."""
+    def times(x, factor):
+        return attend(x, scores(x) + factor * bias(x))
+    return dict(
+        bias_ignored=("the bias is never added", lambda x: attend(x, scores(x))),
+        bias_added_twice=("the bias is added to the mask and to the scores", lambda x: times(x, 2)),
+        bias_sign=("the bias is subtracted", lambda x: times(x, -1)),
+        bias_before_scale=("the bias is scaled together with the scores", lambda x: times(x, x["scale"])),
+        exp2_bias_not_rescaled=("exp2 with log2(e) in the scores but not in the bias", lambda x: times(x, LN2)),
+        bias_of_head_0=("the bias of head 0 serves every head", lambda x: attend(x, scores(x) + bias(x)[:1])),
+        scale_missing=("the scores are not scaled", lambda x: dense(**x | {"scale": 1.0})),
+        softmax_over_queries=("the weights sum to one over the queries instead of the keys",
+                              lambda x: over_queries(x, scores(x) + bias(x))),
+        mask_dropped=("the mask is ignored", lambda x: dense(**x | {"mask": np.array(True)})),
+        empty_row_nan=("a row without keys is 0/0", lambda x: nan_at_empty_rows(x, dense(**x))),
+        masked_nan_poison=("0 * NaN: a masked value is read",
+                           lambda x: (softmax(scores(x) + bias(x), x["mask"])[0] @ x["v"],)),
+        lse_without_bias=("lse is of the scores before the bias",
+                          lambda x: (dense(**x)[0], attend(x, scores(x))[1])),
+        lse_base_2=("lse is a base-2 logarithm", lambda x: lse_in_base_2(dense(**x))),
+    )
+
+
+def bias_gradient_mistakes(vjp, bias, name):
+    """Mistakes of the backward of such attention; name is that of the gradient of what the bias is made of."""
+    def of_the_bias(x, change, **changes):
+        found = vjp(**x | changes)
+        return {name: change(found[name])} if name in found else {}
+
+    def first(d):
+        return np.concatenate([d[:1], 0 * d[1:]])
+    return {
+        name + "_lost": ("the bias is a constant to the backward", lambda x: of_the_bias(x, lambda d: 0 * d)),
+        name + "_scaled": ("the gradient of the bias is multiplied by scale",
+                           lambda x: of_the_bias(x, lambda d: x["scale"] * d)),
+        name + "_of_batch_0": ("the gradient of the bias is that of batch entry 0, not the sum",
+                               lambda x: of_the_bias(x, lambda d: d, do=first(x["do"]), dlse=first(x["dlse"]))),
+        "jacobian_term_missing": ("dS = P dP without the row term", lambda x: dict(dq=without_row_term(
+            softmax(scores(x) + bias(x), x["mask"])[0], x["do"], x["k"], x["v"], x["scale"]))),
+        "dq_scale_missing": ("dq is not multiplied by scale", lambda x: dict(dq=vjp(**x)["dq"] / x["scale"])),
+        "dlse_ignored": ("the gradient that comes through lse is lost", lambda x: vjp(**x | {"dlse": 0 * x["dlse"]})),
+    }

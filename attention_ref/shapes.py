@@ -147,6 +147,6 @@ def head(text, x, place, n, dtype):
     if "Hq" in place:
         place = place | {"Hkv": place["Hq"] * n.get("Hkv", 1) // n["Hq"]}
     if axes and x is not None:
-        x = x[tuple(min(place[a], size - 1) for a, size in zip(axes, x.shape) if a in place)]
+        x = x[tuple(min(place[a], size - 1) if a in place else slice(None) for a, size in zip(axes, x.shape))]
     is_number = isinstance(x, (float, np.ndarray, np.generic)) and np.asarray(x).dtype.kind in "fc"
     return np.asarray(x).astype(dtype, copy=False)[()] if is_number and dtype.kind != "O" else x

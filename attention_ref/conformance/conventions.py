@@ -49,6 +49,9 @@ CONVENTIONS = dict(
         "unread": (), "read": ("masked_nan_poison", "garbage_nan_poison")}),
     softcap=Convention("what the soft cap acts on", {
         "scores": (), "biased": ("softcap_after_bias",)}),
+    alibi_slopes=Convention("ALiBi slopes where the number of heads is no power of two", {
+        "interpolated": (), "closed-form": ("slopes_closed_form",)}),
+    alibi_distance=Convention("ALiBi for keys after the query", {"absolute": (), "signed": ("distance_signed",)}),
     lse_base=Convention("the base of the logarithm in lse", {"e": (), "2": ("lse_base_2",)}),
     lse_sink=Convention("whether lse counts the sink", {"counted": (), "left-out": ("lse_without_sink",)}),
     kv_heads=Convention("the kv head of query head h", {

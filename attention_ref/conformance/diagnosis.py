@@ -11,7 +11,7 @@ import numpy as np
 
 from .adapters import with_rest
 from .cases import by_name, load_cases
-from .numbers import cast, conditioning
+from .numbers import UNIT, cast, conditioning, round_to
 from .verify import Result, check, tolerance
 
 
@@ -40,6 +40,11 @@ class Finding:
     def candidates(self):
         """All the mistakes that it may be."""
         return {self.mistake, *self.same}
+
+    def shows_in(self, dtype):
+        """Whether a run in another number type would fail one of its cases, too."""
+        return any(_fails(r.case.variant, r.case.name, self.mistake, dtype, frozenset(r.outputs), r.used)
+                   for r in self.results)
 
     def __str__(self):
         more = f" and {len(self.cases) - 3} more" if len(self.cases) > 3 else ""
@@ -76,10 +81,12 @@ class Diagnosis:
         findings = [replace(f, results=[r for r in f.results if r.case.name == name]) for f in self.findings]
         return Diagnosis(1, [f for f in findings if f.results], [name] * (name in self.unexplained))
 
-    def narrowed(self, other, sentences):
-        """This diagnosis, keeping of every ambiguous finding what another one, made in another type, also allows."""
-        allowed = set().union(*(f.candidates for f in other.findings))
-        return replace(self, findings=[_narrow(f, allowed, sentences) for f in self.findings])
+    def narrowed(self, results):
+        """This diagnosis without the names that results of the same run in another number type refute."""
+        findings = [left for f in self.findings for left in _narrow(f, results)]
+        named = {name for f in findings for name in f.cases}
+        lost = [name for f in self.findings for name in f.cases if name not in named]
+        return replace(self, findings=findings, unexplained=lost + self.unexplained)
 
     def __str__(self):
         if not self.failing:
@@ -90,12 +97,21 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def _narrow(finding, allowed, sentences):
-    left = sorted(finding.candidates & allowed)
-    if not finding.same or not left:
-        return finding
-    name = finding.mistake if finding.mistake in left else left[0]
-    return replace(finding, mistake=name, sentence=sentences[name], same=[s for s in left if s != name])
+def _narrow(finding, results):
+    """The Findings in place of one: those of its names that explain most of its cases in another type, too.
+
+    Where none explains any and the type is wider, it is what the results in that type are diagnosed as.
+    """
+    failing = [r for r in _wrong(results) if r.case.name in finding.cases]
+    passing = [r for r in results if r.passed and r.case.name in finding.cases]
+    found = {slug: _worth(slug, failing, passing, None, -np.inf) for slug in (finding.mistake, *finding.same)}
+    if failing and not any(names for names, _ in found.values()):
+        wider = UNIT[failing[0].dtype] < UNIT[finding.results[0].dtype]
+        return diagnose_all(failing + [r for r in results if r.passed]).findings if wider else [finding]
+    most = max(worth for _, worth in found.values())
+    name, *same = [slug for slug, (_, worth) in found.items() if worth == most]
+    sentence = mistakes(finding.results[0].case.module)[name][0]
+    return [replace(finding, mistake=name, sentence=sentence, same=same)]
 
 
 def mistakes(module):
@@ -104,6 +120,22 @@ def mistakes(module):
         return lambda x: by_name(module.OUTPUTS, wrong(x))
     outputs = {slug: (text, forward(wrong)) for slug, (text, wrong) in module.BUGS.items()}
     return outputs | getattr(module, "VJP_BUGS", {})
+
+
+def port_outputs(case, slug, dtype):
+    """What a port with a mistake gives on a golden case in a number type, as float64: each number half a budget off.
+
+    The mistake as it is computed in that type, then moved up or down by chance, always the same.
+    """
+    wrong, random = golden_mistake(case.variant, case.name, slug, dtype), np.random.default_rng(0)
+    right = not _fails(case.variant, case.name, slug, dtype, frozenset(wrong), ())
+    K = case.conditioning if right else _conditioning(case.variant, case.name, slug, ())
+    moved = {}
+    for name, y in wrong.items():
+        with np.errstate(all="ignore"):
+            other = y + random.choice((-0.5, 0.5), y.shape) * tolerance(y, K[name], dtype)
+        moved[name] = round_to(np.where(np.isfinite(other), other, y), dtype)
+    return moved
 
 
 def wrong_outputs(case, slug, dtype, used=()):
@@ -128,7 +160,7 @@ def _mistake_call(case, slug, used):
 
 
 @cache
-def _golden(variant):
+def golden_cases(variant):
     """The golden cases of a variant by name."""
     return {case.name: case for case in load_cases(variant)}
 
@@ -136,20 +168,20 @@ def _golden(variant):
 @cache
 def golden_mistake(variant, name, slug, dtype, used=()):
     """`wrong_outputs` on a golden case, computed once."""
-    return wrong_outputs(_golden(variant)[name], slug, dtype, used)
+    return wrong_outputs(golden_cases(variant)[name], slug, dtype, used)
 
 
 @cache
 def _fails(variant, name, slug, dtype, seen, used):
     """Whether a mistake itself fails a golden case, by one of the outputs that are seen and by more than rounding."""
     wrong = {output: y for output, y in golden_mistake(variant, name, slug, dtype, used).items() if output in seen}
-    return bool(wrong) and not check(_golden(variant)[name], wrong, dtype).passed
+    return bool(wrong) and not check(golden_cases(variant)[name], wrong, dtype).passed
 
 
 @cache
 def _near_truth(variant, name, slug, dtype, accumulate, seen, used):
     """Whether the right outputs lie within the budget around a mistake: then only its very numbers name it."""
-    case = _golden(variant)[name]
+    case = golden_cases(variant)[name]
     right = {output: y for output, y in case.expected.items() if output in seen}
     return distance(Result(case, dtype, outputs=right, used=used), slug, accumulate) <= 1
 
@@ -157,7 +189,7 @@ def _near_truth(variant, name, slug, dtype, accumulate, seen, used):
 @cache
 def _conditioning(variant, name, slug, used):
     """K of what a mistake computes on a golden case."""
-    call, arguments = _mistake_call(_golden(variant)[name], slug, used)
+    call, arguments = _mistake_call(golden_cases(variant)[name], slug, used)
     with np.errstate(all="ignore"):
         return conditioning([call], arguments, runs=8)
 
@@ -199,18 +231,36 @@ def _match(got, wrong, K, dtype, accumulate):
     return float(np.max(np.where(np.isnan(error), np.inf, error)))
 
 
-def agrees(result, slug, accumulate=None):
-    """Whether a mistake gives the outputs of a result; None where the mistake gets the case right."""
+def bearing(result, slug, accumulate=None):
+    """What the outputs of a result say of a mistake: 1 they are its own, -1 they are not, 0 they may be.
+
+    They may be where right outputs lie within the budget around the mistake too. None where it gets the case right.
+    """
     case, seen, used = result.case, frozenset(result.outputs), result.used
     if not _fails(case.variant, case.name, slug, result.dtype, seen, used):
         return None
     far = distance(result, slug, accumulate)
-    return far == 0 or far <= 1 and not _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen, used)
+    if far == 0 or far > 1:
+        return 1 if far == 0 else -1
+    return 0 if _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen, used) else 1
 
 
 def diagnose(case, outputs, dtype=None, accumulate=None):
     """Name the mistakes in outputs (as for `check`) from one case; a Diagnosis."""
     return diagnose_all([check(case, outputs, dtype, accumulate)], accumulate)
+
+
+def diagnose_run(results, again, accumulate=None):
+    """Name the mistakes behind the results of one run of all cases, as `diagnose_all`, and let wider types refute names.
+
+    again: number type -> Results of the same run in that type; asked where mistakes give the same numbers, or where
+    the one that is named cannot show in that type.
+    """
+    diagnosis = diagnose_all(results, accumulate)
+    for dtype in ("float32", "float64"):
+        if dtype != results[0].dtype and any(f.same or not f.shows_in(dtype) for f in diagnosis.findings):
+            diagnosis = diagnosis.narrowed(again(dtype))
+    return diagnosis
 
 
 def diagnose_all(results, accumulate=None):
@@ -219,8 +269,8 @@ def diagnose_all(results, accumulate=None):
     The first mistake is the one that explains most failing cases less those it contradicts; then the same for the cases
     that are left, until no known mistake explains more than it contradicts.
     """
-    left = [r for r in results if r.outputs and not r.passed and not r.unsupported and r.has_wrong_numbers]
-    passing, failing, findings = [r for r in results if r.passed], len(left), []
+    left, passing, findings = _wrong(results), [r for r in results if r.passed], []
+    failing = len(left)
     while left:
         finding = _best(left, passing, accumulate)
         if not finding:
@@ -228,6 +278,11 @@ def diagnose_all(results, accumulate=None):
         findings.append(finding)
         left = [r for r in left if r.case.name not in finding.cases]
     return Diagnosis(failing, findings, [r.case.name for r in left])
+
+
+def _wrong(results):
+    """Those with numbers that a mistake may explain."""
+    return [r for r in results if r.outputs and r.failed and r.has_wrong_numbers]
 
 
 def _best(failing, passing, accumulate):
@@ -259,11 +314,10 @@ def _worth(slug, failing, passing, accumulate, least):
     """
     names, worth = [], len(failing)
     for r in failing + passing:
-        agreed = agrees(r, slug, accumulate)
-        if agreed and not r.passed:
+        said = bearing(r, slug, accumulate)
+        if not r.passed and said in (0, 1):
             names.append(r.case.name)
-        elif not r.passed or agreed is False:
-            worth -= 1
+        worth -= said == -1 if r.passed else said != 1
         if worth < least:
             break
     return names, worth

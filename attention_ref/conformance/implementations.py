@@ -7,8 +7,7 @@ import numpy as np
 
 from .adapters import Call
 from .blackbox import Callee, aliases, parameters
-from .cases import sentences
-from .diagnosis import diagnose_all
+from .diagnosis import diagnose_run
 from .isolation import NoAnswer, NotAsked, Worker, plain
 from .numbers import ARITHMETIC
 from .report import sentence
@@ -191,18 +190,10 @@ def results_of(function, cases, dtype, accumulate=None):
 
 
 def diagnosis_of(function, results, accumulate=None):
-    """The Diagnosis of what failed.
-
-    Mistakes that give the same numbers in this type are told apart by running the function in wider types as well.
-    """
-    call, cases, dtype = as_call(function), [r.case for r in results], results[0].dtype
+    """The Diagnosis of what failed; where one type cannot tell, the function is run in wider types as well."""
+    call = as_call(function)
     with np.errstate(all="ignore"):
-        diagnosis = diagnose_all(results, accumulate)
-        for wider in ("float32", "float64"):
-            if any(f.same for f in diagnosis.findings) and wider != dtype:
-                diagnosis = diagnosis.narrowed(diagnose_all([run(call, case, wider) for case in cases]),
-                                               sentences(cases[0].module))
-    return diagnosis
+        return diagnose_run(results, lambda dtype: [run(call, r.case, dtype) for r in results], accumulate)
 
 
 def judge(function, cases, dtype, accumulate=None):

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from .. import variants
 from . import cases
-from .diagnosis import diagnose_all, golden_mistake, mistakes
+from .diagnosis import diagnose_run, golden_cases, mistakes, port_outputs
 from .numbers import cast
 from .verify import Result, check
 
@@ -49,25 +49,23 @@ def run_forms(variant):
 
 
 def run_mistake(variant, slug, dtype):
-    """Results of a mistake on every case that holds something it touches."""
-    pairs = ((case, golden_mistake(variant, case.name, slug, dtype)) for case in cases.load_cases(variant))
+    """Results of a port with a mistake on every case that holds something it touches."""
+    pairs = ((case, port_outputs(case, slug, dtype)) for case in golden_cases(variant).values())
     return [check(case, outputs, dtype) for case, outputs in pairs if outputs]
 
 
 def name_mistake(variant, slug):
-    """(caught, named): whether a case fails it, and whether its outputs name it and nothing else.
+    """(caught, named): whether a port with a mistake fails, and whether it is given this name and no other.
 
-    float16 comes first; what gives the same numbers there is told apart by the wider types.
+    float16 comes last: there fewer mistakes can be told apart, but some show nowhere else.
     """
-    caught, found = False, None
-    sentences = cases.sentences(variants()[variant])
-    for dtype in ("float16", "float32", "float64"):
+    caught = False
+    for dtype in ("float32", "float64", "float16"):
         results = run_mistake(variant, slug, dtype)
-        caught |= any(not r.passed for r in results)
-        diagnosis = diagnose_all(results)
-        found = found.narrowed(diagnosis, sentences) if found and found.findings else diagnosis
-        if found.mistakes == [slug] and not found.unexplained:
-            return caught, True
+        caught |= any(r.failed for r in results)
+        diagnosis = diagnose_run(results, lambda other: run_mistake(variant, slug, other))
+        if diagnosis.mistakes == [slug] and not diagnosis.unexplained:
+            return True, True
     return caught, False
 
 

@@ -14,7 +14,7 @@ with its key, gives 0 at Microsoft and here, the mean over all keys in transform
 import numpy as np
 
 from .. import kit
-from ..core import per_head, softmax, unread
+from ..core import per_head, scatter, softmax, unread
 from ..masks import at_least, causal, grid, padding
 from ..shapes import sizes
 
@@ -144,11 +144,6 @@ def vjp(do, dlse, q, k, v, pos_key, pos_query, mask=True, *, scale, p2c, max_pos
     of_key, of_query = scatter(ds, key_row, R), scatter(dst, query_row, R)
     return dict(dq=ds @ k + of_key @ pos_key, dk=dst @ q + of_query @ pos_query, dv=p.swapaxes(-1, -2) @ do,
                 dpos_key=(of_key.swapaxes(-1, -2) @ q).sum(0), dpos_query=(of_query.swapaxes(-1, -2) @ k).sum(0))
-
-
-def scatter(ds, row, R):
-    """(B, H, T, R): of each line of ds (B, H, T, T), the sum over the places with row r; the VJP of picking rows."""
-    return np.stack([np.where(row == r, ds, 0).sum(-1) for r in range(R)], -1)
 
 
 FORMS = dense, gathered, loop

@@ -1,4 +1,4 @@
-"""Graph attention with dynamic ranking (GATv2).     Brody et al. 2021, arXiv:2105.14491, section 3.2, eq. 7 (GAT: eq. 6)
+"""Graph attention with dynamic ranking (GATv2).    Brody et al. 2021, arXiv:2105.14491, section 3.2, eq. 7 (GAT: eq. 6)
 
     t_i = x_i W_target          h_j = x_j W_source
     a_e = a . LeakyReLU(t_i + h_j)                            for every edge e from j = source_e to i = target_e
