@@ -11,6 +11,7 @@ ANCHORS = "top-left", "bottom-right"
 
 def grid(Tq, Tk):
     """Query positions i (Tq, 1) and key positions j (1, Tk)."""
+    at_least(0, Tq=Tq, Tk=Tk)
     return np.arange(Tq)[:, None], np.arange(Tk)[None, :]
 
 
@@ -18,13 +19,14 @@ def diagonal(Tq, Tk, anchor="bottom-right"):
     """The position of query 0: 0, Tk - Tq, or the anchor itself if it is integer. Tk may be an array of lengths."""
     if np.asarray(anchor).dtype.kind in "iu":
         return anchor
-    if anchor not in ANCHORS:
+    if not isinstance(anchor, str) or anchor not in ANCHORS:
         raise ValueError(f"anchor: expected one of {ANCHORS} or integers, got {anchor!r}")
     return Tk - Tq if anchor == "bottom-right" else 0
 
 
 def full(Tq, Tk):
     """(Tq, Tk) every query sees every key."""
+    at_least(0, Tq=Tq, Tk=Tk)
     return np.ones((Tq, Tk), bool)
 
 
@@ -37,8 +39,8 @@ def causal(Tq, Tk, anchor="bottom-right"):
 def padding(lengths, Tk):
     """(B, 1, 1, Tk) batch entry b has lengths[b] keys, 0 to Tk; the rest is padding."""
     lengths = np.asarray(lengths)
-    if (lengths < 0).any() or (lengths > Tk).any():
-        raise ValueError(f"lengths: expected numbers of keys from 0 to {Tk}, got {lengths}")
+    if not integers(lengths) or lengths.ndim != 1 or (lengths < 0).any() or (lengths > Tk).any():
+        raise ValueError(f"lengths: expected numbers of keys from 0 to {Tk}, shape (B,), got {lengths}")
     return (np.arange(Tk) < lengths[:, None])[:, None, None, :]
 
 
@@ -57,10 +59,15 @@ def window(Tq, Tk, left=None, right=None, dilation=1, anchor="bottom-right"):
     return keep if right is None else keep & (steps <= right)
 
 
+def integers(x):
+    """Whether x is an integer or an array of them; nothing else counts, but an empty list."""
+    return np.asarray(x).dtype.kind in "iu" or not np.size(x)
+
+
 def at_least(least, **numbers):
-    """Raise ValueError for a number, or one of an array, that is below `least`; None is not."""
+    """Raise ValueError for a number, or one of an array, that is no integer or is below `least`; None is right."""
     for name, n in numbers.items():
-        if n is not None and np.min(n) < least:
+        if n is not None and not (integers(n) and np.min(n, initial=least) >= least):
             raise ValueError(f"{name}: expected an integer >= {least}, got {n}")
 
 
@@ -75,20 +82,26 @@ def blocks(pattern, size, Tq, Tk):
 
 def packed(query_segments, key_segments):
     """(..., Tq, Tk) from segment numbers (..., Tq) and (..., Tk): sequences in one row see only themselves."""
+    for name, segments in dict(query_segments=query_segments, key_segments=key_segments).items():
+        if not integers(segments) or not np.ndim(segments):
+            raise ValueError(f"{name}: expected integers, one for each token, got {segments}")
     return np.asarray(query_segments)[..., :, None] == np.asarray(key_segments)[..., None, :]
 
 
 def global_(Tq, Tk, tokens):
     """(Tq, Tk) the rows and the columns of the given token positions are full."""
     i, j = grid(Tq, Tk)
+    if not integers(tokens) or np.size(tokens) and not 0 <= np.min(tokens) <= np.max(tokens) < max(Tq, Tk):
+        raise ValueError(f"tokens: expected positions from 0 to {max(Tq, Tk) - 1}, got {tokens}")
     return np.isin(i, tokens) | np.isin(j, tokens)
 
 
 def graph(edges, Tq, Tk=None):
     """(Tq, Tk or Tq) from edges (E, 2) of (source key j, target query i): a node sees the nodes that point at it."""
-    keep, edges = np.zeros((Tq, Tq if Tk is None else Tk), bool), np.reshape(np.asarray(edges, int), (-1, 2))
-    if (edges < 0).any() or (edges >= keep.shape[::-1]).any():
+    keep, edges = full(Tq, Tq if Tk is None else Tk) & False, np.asarray(edges)
+    pairs = integers(edges) and (not edges.size or edges.shape[1:] == (2,))
+    if not pairs or (edges < 0).any() or (edges.size and (edges >= keep.shape[::-1]).any()):
         raise ValueError(f"edges: expected (source, target) below {keep.shape[::-1]}, got {edges.tolist()}")
-    source, target = edges.T
+    source, target = edges.astype(int).reshape(-1, 2).T
     keep[target, source] = True
     return keep

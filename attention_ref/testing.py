@@ -11,17 +11,20 @@ import pytest
 
 from . import load_cases
 from .conformance.adapters import Call
+from .conformance.conventions import declared
 from .conformance.implementations import judge
 from .conformance.numbers import UNIT
 from .conformance.report import explain
 
 
-def conforms(variant, dtype="float64", *, case=None, accumulate=None, expected_failures=None, **call):
+def conforms(variant, dtype="float64", *, case=None, accumulate=None, convention=None, tier=None,
+             expected_failures=None, **call):
     """A decorator that turns an implementation of a variant into a pytest test with one parameter, the golden case.
 
     The implementation takes arguments by the names of INPUTS and returns the outputs in order, or the first of them.
     dtype: the type of the arrays it gets; accumulate: the type of its sums, if wider. case: only the cases whose name
-    contains this. expected_failures: case name -> reason; such a case must fail, else the test does. call: how it is
+    contains this. convention: other readings, as in "empty_row=nan,lse_base=2"; tier: "fast" or "loose" accepts 4 or 32
+    times the budget. expected_failures: case name -> reason; such a case must fail, else the test does. call: how it is
     called, as in backend="torch", layout="BTHD", rename=dict(q="query"), grad=True; the fields of `adapters.Call`.
     A case that needs an argument the implementation does not take is skipped. ValueError for what does not exist.
     """
@@ -29,7 +32,7 @@ def conforms(variant, dtype="float64", *, case=None, accumulate=None, expected_f
         if given not in UNIT:
             raise ValueError(f"{name}: expected one of {', '.join(UNIT)}, got {given!r}")
     expected_failures = expected_failures or {}
-    golden = load_cases(variant, case)
+    golden = declared(load_cases(variant, case), convention, tier)
     unknown = sorted(set(expected_failures) - {c.name for c in golden})
     if unknown:
         raise ValueError(f"expected_failures: expected names of cases of {variant}, got {', '.join(unknown)}")

@@ -172,6 +172,24 @@ def test_page_of_every_variant(variant):
             assert Page(text).open == [] and (result.passed or f"<h3>{name}" in text), name
 
 
+def test_the_limit_of_a_tier_is_that_of_the_page():
+    case = load_cases("sdpa", "basic")[0]
+    tolerance = 2 * 2.0 ** -53 * (np.abs(case.outputs["o"]) + case.conditioning["o"])
+    case.limit, error = 4.0, np.zeros_like(tolerance)
+    error[0, 0, 0, :2] = 3, 6
+    result = check(case, case.outputs["o"] + error * tolerance)
+    assert "1 of 35 beyond 4 times the budget, the worst" in html.page([result], Diagnosis(1), COMMAND)
+    assert list(drawing.error_levels(result.comparisons[0].scores[0, 0, 0, :2], 4)) == [0, 1]
+
+
+def test_types_that_differ_are_said():
+    case = load_cases("sdpa", "basic")[0]
+    mixed = check(case, (case.outputs["o"].astype(np.float16), case.outputs["lse"].astype(np.float32)))
+    assert mixed.dtype == "float32" and "judged in float32: o in float16, lse in float32" in report.explain(mixed)
+    same = check(case, {name: y.astype(np.float16) + 1 for name, y in case.outputs.items()})
+    assert same.dtype == "float16" and "judged in" not in report.explain(same)
+
+
 def test_what_cannot_be_drawn_is_said():
     case = load_cases("sdpa", "basic")[0]
     shape = check(case, case.outputs["o"][..., :1])

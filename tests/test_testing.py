@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from attention_ref import load_cases
+from attention_ref import check, load_cases
 from attention_ref.testing import conforms
 
 ROOT = Path(__file__).parents[1]
 TESTS = '''
-from attention_ref import sdpa
+from attention_ref import kit, sdpa
 from attention_ref.testing import conforms
 
 test_right = conforms("sdpa", dtype="float32", case="causal")(sdpa.dense)
@@ -38,6 +38,16 @@ def test_raising(**x):
 @conforms("sdpa", case="softcap")
 def test_unsupported(q, k, v, mask, scale):
     return sdpa.dense(q, k, v, mask, scale=scale)
+
+
+@conforms("sdpa", case="empty_row", convention="empty_row=nan")
+def test_convention(**x):
+    return kit.nan_at_empty_rows(x, sdpa.dense(**x))
+
+
+@conforms("sdpa", case="basic", tier="fast")
+def test_tier(**x):
+    return sdpa.dense(**x)[0] * (1 + 2 ** -49)
 
 
 @conforms("sdpa", dtype="float32", case="basic", layout="BTHD", rename=dict(q="query"))
@@ -95,12 +105,21 @@ def test_layout_and_names_are_those_of_the_call(outcome):
     assert outcomes(outcome, "test_call") == dict(basic="PASSED")
 
 
+def test_conventions_and_tiers_are_those_of_the_command(outcome):
+    assert set(outcomes(outcome, "test_convention").values()) == {"PASSED"}
+    assert outcomes(outcome, "test_tier") == dict(basic="PASSED")
+    case = load_cases("sdpa", "basic")[0]
+    assert 1 < check(case, case.outputs["o"] * (1 + 2 ** -49)).score < 4
+
+
 @pytest.mark.parametrize("arguments, message", [
     (dict(variant="spda"), "variant: expected one of .*sdpa.*, got 'spda'"),
     (dict(variant="sdpa", dtype="float8"), "dtype: expected one of float64, .*, got 'float8'"),
     (dict(variant="sdpa", accumulate="int8"), "accumulate: expected one of .*, got 'int8'"),
     (dict(variant="sdpa", case="none such"), "case: expected .*, got 'none such'"),
     (dict(variant="sdpa", expected_failures={"nowhere": "why"}), "expected_failures: .* of sdpa, got nowhere"),
+    (dict(variant="sdpa", convention="empty_row=one"), "convention: empty_row is read as one of zero, .*, got 'one'"),
+    (dict(variant="sdpa", tier="lax"), "tier: expected one of strict, fast, loose, got 'lax'"),
     (dict(variant="sdpa", layout="HBTD"), "layout: expected one of .*, got 'HBTD'")])
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):

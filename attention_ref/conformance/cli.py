@@ -7,7 +7,6 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -190,7 +189,8 @@ def verify_implementation(options):
     from .implementations import diagnosis_of, joining, results_of
     if not options.variant:
         raise ValueError("--impl needs the VARIANT it implements: attention-ref verify VARIANT --impl module:function")
-    golden, dtype = declared(cases.load_cases(options.variant, options.case), options), options.dtype or "float64"
+    golden, dtype = cases.load_cases(options.variant, options.case), options.dtype or "float64"
+    golden = conventions.declared(golden, options.convention, options.tier)
     with called(options) as call:
         code, results = conclude(results_of(call, golden, dtype, options.accumulate), golden, dtype, options,
                                  lambda results: diagnosis_of(call, results, options.accumulate))
@@ -219,11 +219,6 @@ def in_this_process(options):
 
 def seconds(options):
     return TIMEOUT if options.timeout is None else options.timeout
-
-
-def declared(golden, options):
-    chosen = conventions.parse(options.convention, golden[0].module)
-    return [replace(conventions.under(case, chosen), limit=TIERS[options.tier or "strict"]) for case in golden]
 
 
 def conclude(results, golden, dtype, options, diagnose):
@@ -281,7 +276,7 @@ def compare(options):
     if options.program and not (options.folder.exists() and any(options.folder.iterdir())):
         export.write(options.variant, options.folder)
     index, golden = programs.opened(options.variant, options.folder, options.case)
-    golden = declared(golden, options)
+    golden = conventions.declared(golden, options.convention, options.tier)
     if options.program:
         results = programs.judge_program(options.program, options.folder, index, golden, options.accumulate,
                                          options.timeout)

@@ -15,7 +15,7 @@ import numpy as np
 from .. import variants
 from .diagnosis import mistakes, wrong_outputs
 from .numbers import conditioning
-from .verify import check, compare
+from .verify import TIERS, check, compare
 
 READERS = Path(__file__).with_name("readers.json")
 
@@ -98,6 +98,17 @@ def spelt(chosen):
 
 
 # Cases in another reading
+
+def declared(golden, convention=None, tier=None):
+    """Golden cases of one variant as they are read under "name=reading,..." and with the limit of a tier (strict).
+
+    Raises ValueError for what the variant leaves no choice in, and for a tier that does not exist.
+    """
+    if (tier := tier or "strict") not in TIERS:
+        raise ValueError(f"tier: expected one of {', '.join(TIERS)}, got {tier!r}")
+    chosen = parse(convention, golden[0].module)
+    return [replace(under(case, chosen), limit=TIERS[tier]) for case in golden]
+
 
 def under(case, chosen):
     """The case with the outputs that are right under these readings (convention -> reading).

@@ -43,8 +43,7 @@ class Finding:
 
     def shows_in(self, dtype):
         """Whether a run in another number type would fail one of its cases, too."""
-        return any(_fails(r.case.variant, r.case.name, self.mistake, dtype, frozenset(r.outputs), r.used)
-                   for r in self.results)
+        return any(_touches(self.mistake, r, dtype) for r in self.results)
 
     def __str__(self):
         more = f" and {len(self.cases) - 3} more" if len(self.cases) > 3 else ""
@@ -123,17 +122,18 @@ def mistakes(module):
 
 
 def port_outputs(case, slug, dtype):
-    """What a port with a mistake gives on a golden case in a number type, as float64: each number half a budget off.
+    """What a port with a mistake gives on a golden case in a number type, as float64.
 
-    The mistake as it is computed in that type, then moved up or down by chance, always the same.
+    It is what the mistake computes in that type, each number half a budget off, up or down by a chance that is always
+    the same; where the mistake gets the case right, nothing is moved.
     """
-    wrong, random = golden_mistake(case.variant, case.name, slug, dtype), np.random.default_rng(0)
-    right = not _fails(case.variant, case.name, slug, dtype, frozenset(wrong), ())
-    K = case.conditioning if right else _conditioning(case.variant, case.name, slug, ())
-    moved = {}
+    wrong, random, moved = golden_mistake(case.variant, case.name, slug, dtype), np.random.default_rng(0), {}
+    if not _fails(case.variant, case.name, slug, dtype, frozenset(wrong), ()):
+        return wrong
     for name, y in wrong.items():
         with np.errstate(all="ignore"):
-            other = y + random.choice((-0.5, 0.5), y.shape) * tolerance(y, K[name], dtype)
+            budget = tolerance(y, _conditioning(case.variant, case.name, slug, ())[name], dtype)
+            other = y + random.choice((-0.5, 0.5), y.shape) * budget
         moved[name] = round_to(np.where(np.isfinite(other), other, y), dtype)
     return moved
 
@@ -191,7 +191,7 @@ def _conditioning(variant, name, slug, used):
     """K of what a mistake computes on a golden case."""
     call, arguments = _mistake_call(golden_cases(variant)[name], slug, used)
     with np.errstate(all="ignore"):
-        return conditioning([call], arguments, runs=8)
+        return conditioning([call], arguments, runs=4)
 
 
 def _pairs(result, slug):
@@ -216,11 +216,11 @@ def distance(result, slug, accumulate=None):
 
     inf if a mistake says nothing about the outputs that failed, or nothing can be compared.
     """
-    pairs = _pairs(result, slug)
+    pairs, case = _pairs(result, slug), result.case
     if not pairs or any(_differ(map(np.isnan, pair)) for pair in pairs.values()):
         return np.inf
     unlike = {name: pair for name, pair in pairs.items() if _differ(pair)}
-    K = _conditioning(result.case.variant, result.case.name, slug, result.used) if unlike else {}
+    K = _conditioning(case.variant, case.name, slug, result.used) if unlike else {}
     return max((_match(*pair, K[name], result.dtype, accumulate) for name, pair in unlike.items()), default=0.0)
 
 
@@ -236,13 +236,20 @@ def bearing(result, slug, accumulate=None):
 
     They may be where right outputs lie within the budget around the mistake too. None where it gets the case right.
     """
-    case, seen, used = result.case, frozenset(result.outputs), result.used
-    if not _fails(case.variant, case.name, slug, result.dtype, seen, used):
+    if not _touches(slug, result):
         return None
     far = distance(result, slug, accumulate)
     if far == 0 or far > 1:
         return 1 if far == 0 else -1
-    return 0 if _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen, used) else 1
+    case, seen = result.case, frozenset(result.outputs)
+    near = _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen, result.used)
+    return 0 if near else 1
+
+
+def _touches(slug, result, dtype=None):
+    """Whether a mistake gets the case of a result wrong, in its number type or in another."""
+    case, seen = result.case, frozenset(result.outputs)
+    return _fails(case.variant, case.name, slug, dtype or result.dtype, seen, result.used)
 
 
 def diagnose(case, outputs, dtype=None, accumulate=None):
@@ -251,7 +258,7 @@ def diagnose(case, outputs, dtype=None, accumulate=None):
 
 
 def diagnose_run(results, again, accumulate=None):
-    """Name the mistakes behind the results of one run of all cases, as `diagnose_all`, and let wider types refute names.
+    """Name the mistakes behind the results of one run; what another number type refutes is not named.
 
     again: number type -> Results of the same run in that type; asked where mistakes give the same numbers, or where
     the one that is named cannot show in that type.
@@ -310,14 +317,15 @@ def _identical(result, slug):
 def _worth(slug, failing, passing, accumulate, least):
     """The failing cases that a mistake explains, and their number less the passing cases it contradicts.
 
-    It stops where the number can no longer be `least`: most mistakes are far from the first failing result already.
+    It stops where the number can no longer be `least`: most mistakes get a failing case right, or are far from one.
     """
-    names, worth = [], len(failing)
-    for r in failing + passing:
-        said = bearing(r, slug, accumulate)
-        if not r.passed and said in (0, 1):
-            names.append(r.case.name)
-        worth -= said == -1 if r.passed else said != 1
+    touched = [r for r in failing if _touches(slug, r)]
+    names, worth = [], len(touched)
+    for r in touched + passing:
         if worth < least:
             break
+        said = bearing(r, slug, accumulate)
+        if not r.passed and said >= 0:
+            names.append(r.case.name)
+        worth -= said == -1 if r.passed else said < 1
     return names, worth

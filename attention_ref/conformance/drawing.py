@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 LEVELS = 9
-LIMITS = 1, 10, 100, 1e4, 1e8, np.inf                    # of the levels of an error, in budgets
+LIMITS = 1, 10, 100, 1e4, 1e8, np.inf                    # of the levels of an error / budget, in what passes
 LARGEST_SIDE = 32
 CELL = 10
 
@@ -27,9 +27,9 @@ def _levels(x):
     return np.where(finite, np.rint(np.clip(np.where(finite, x, 0), 0, 1) * (LEVELS - 1)), -1).astype(int)
 
 
-def error_levels(scores):
-    """Level 0 to 5 of every error / budget: up to 1, 10, 100, 1e4, 1e8 and beyond."""
-    return np.searchsorted(LIMITS, scores)
+def error_levels(scores, limit=1):
+    """Level 0 to 5 of every error / budget: up to 1, 10, 100, 1e4, 1e8 times the limit and beyond."""
+    return np.searchsorted(LIMITS, scores / limit)
 
 
 def window(shape, place):

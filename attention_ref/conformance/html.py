@@ -60,7 +60,7 @@ def _scale(kind, levels, left, right):
 
 KEYS = "\n".join([_scale("v", drawing.LEVELS, "numbers: negative", "positive"),
                   _scale("w", drawing.LEVELS, "weights: 0", "1"),
-                  _scale("e", len(drawing.LIMITS), "error/budget: up to 1", "over 1e8"),
+                  _scale("e", len(drawing.LIMITS), "errors: accepted", "over 1e8 times that"),
                   "dashed: NaN or infinite; framed: the worst place"])
 
 
@@ -172,13 +172,14 @@ class View:
     def values(self):
         """Expected and obtained on one scale, and the error in budgets; the worst place is framed."""
         exact, got = self.of(self.result.case.expected[self.name]), self.of(self.result.outputs[self.name])
-        limit = np.abs(exact[np.isfinite(exact)]).max(initial=0) or 1
-        scale = f"blue {-limit:.3g} to orange {limit:.3g}"
-        scores = self.of(self.comparison.scores)
-        error = f"{np.sum(scores > 1)} of {scores.size} beyond the budget, the worst {number(scores.max())} times"
-        return [self.figure(drawing.signed_levels(exact, limit), "v", "expected", scale),
-                self.figure(drawing.signed_levels(got, limit), "v", "obtained", f"{scale}, {_span(got)}"),
-                self.figure(drawing.error_levels(scores), "e", "error", error)]
+        most = np.abs(exact[np.isfinite(exact)]).max(initial=0) or 1
+        scale = f"blue {-most:.3g} to orange {most:.3g}"
+        scores, limit = self.of(self.comparison.scores), self.result.case.limit
+        beyond = "the budget" if limit == 1 else f"{limit:g} times the budget"
+        error = f"{np.sum(scores > limit)} of {scores.size} beyond {beyond}, the worst {number(scores.max())} times"
+        return [self.figure(drawing.signed_levels(exact, most), "v", "expected", scale),
+                self.figure(drawing.signed_levels(got, most), "v", "obtained", f"{scale}, {_span(got)}"),
+                self.figure(drawing.error_levels(scores, limit), "e", "error", error)]
 
     def weights(self):
         """Maps of the expected weights and of those that the implementation gave or its output implies."""

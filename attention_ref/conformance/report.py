@@ -7,7 +7,7 @@ import numpy as np
 
 from .conventions import CONVENTIONS, read_so_by, right_under, rows, spelt
 from .cases import load_cases, sentences
-from .verify import FACTOR
+from .verify import FACTOR, types_of
 
 
 def table(rows, heads):
@@ -37,6 +37,10 @@ def explain(result, diagnosis=None):
     step = next(c for c in result.comparisons if c.score > case.limit)
     for c in dict.fromkeys([step.name, result.worst.name]):
         lines.append("  " + sentence(next(k for k in result.comparisons if k.name == c), case, first=c == step.name))
+    types = types_of(result.outputs)
+    if len(set(types.values())) > 1:
+        came = ", ".join(f"{name} in {dtype}" for name, dtype in types.items())
+        lines.append(f"  judged in {result.dtype}: {came}")
     own = {k: v for k, v in case.conventions.items() if v != case.module.CONVENTIONS.get(k)}
     lines += [f"  convention of this case: {k} = {v}" for k, v in own.items()]
     if diagnosis is not None:

@@ -115,15 +115,25 @@ def as_dict(case, outputs):
     return {name: y for name, y in zip(case.outputs, outputs) if y is not None}
 
 
+def types_of(outputs):
+    """Name -> number type of outputs by name."""
+    return {name: str(y.dtype) for name, y in outputs.items()}
+
+
+def widest(types):
+    """The widest of the floating types among these, float64 if there are none at all."""
+    return min(types, key=lambda dtype: UNIT.get(dtype, np.inf), default="float64")
+
+
 def check(case, outputs, dtype=None, accumulate=None):
     """Judge the outputs of an implementation on a case.
 
     outputs: an array, a tuple in the order of OUTPUTS, or a dict that may hold outputs, gradients and steps by name.
-    dtype: the type it read and wrote; by default that of its first output. accumulate: the type of its sums, by default
+    dtype: the type it read and wrote; by default the widest of its outputs. accumulate: the type of its sums, by default
     the same. Returns a Result; raises ValueError for output names that do not exist.
     """
     outputs = {name: np.array(y) for name, y in as_dict(case, outputs).items()}
-    dtype = dtype or str(next(iter(outputs.values()), np.array(0.0)).dtype)
+    dtype = dtype or widest(types_of(outputs).values())
     for argument, value in dict(dtype=dtype, accumulate=accumulate or dtype).items():
         if value not in UNIT:
             raise ValueError(f"{argument}: expected one of {', '.join(UNIT)}, got {value!r}")
