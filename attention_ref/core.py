@@ -58,6 +58,12 @@ def gather(x, j):
     return x[b[..., None], h[..., None], np.where((0 <= j) & (j < T), j, T)]
 
 
+def take(x, j):
+    """x (B, H, T, d) at positions j (B or 1, H or 1, ...): (B, H, ..., d), as `gather` for one axis."""
+    found = gather(x, j.reshape(*j.shape[:2], -1))
+    return found.reshape(*found.shape[:2], *j.shape[2:], x.shape[-1])
+
+
 def sum_to(x, shape):
     """Sum x over the axes along which an array of this shape was broadcast: the VJP of broadcasting."""
     full = (1,) * (x.ndim - len(shape)) + tuple(shape)

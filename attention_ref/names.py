@@ -32,7 +32,8 @@ class Name(NamedTuple):
 
 
 AXES = dict(B="batch", H="head", Hq="head", Hkv="kv head", Tq="query", Tk="key", T="token", P="cached key", W="slot",
-            R="row", dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature", N="node", E="edge")
+            R="row", M="block", L="round", dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature",
+            N="node", E="edge")
 
 NAMES = dict(
     q=Name("queries", draw=lambda s: 3 * tab(s, 3, 1), torch="query", jax="query", onnx="Q", fla="q"),
@@ -73,6 +74,16 @@ NAMES = dict(
     v_global=Name("values that global tokens attend to", draw=lambda s: 4 * tab(s, 9, 4)),
     is_global=Name("True for a token that sees every token and is seen by all", "boolean"),
     keep=Name("True where a token is there; the others are padding, neither keys nor queries", "boolean"),
+    random_blocks=Name("random key blocks of every block row, -1 for none", "integers in -1..M-1", torch="rand_attn"),
+    global_blocks=Name("True for a block of tokens that see every token and are seen by all", "boolean"),
+    block_size=Name("tokens per block; the last block may be shorter", "integer >= 1", torch="block_size"),
+    global_tokens=Name("number of tokens in front of the first block that see every token and are seen by all",
+                       "integer in 0..T"),
+    qk=Name("queries, whose directions are the keys", draw=lambda s: 3 * tab(s, 3, 1)),
+    buckets=Name("hash bucket of every token in every round", "integers >= 0"),
+    chunk_length=Name("tokens per chunk of a sorted round; a token looks at its own chunk and at the one before",
+                      "integer >= 1", torch="lsh_attn_chunk_length"),
+    self_penalty=Name("number subtracted from the score of a token with itself, large where it is a last resort"),
     half_window=Name("keys visible on each side of the query's own, in steps of dilation", "integer >= 0"),
     offset=Name("position of query 0 among the keys; Tk - Tq where the last query stands at the last key", "integer",
                 torch="0", jax="0", onnx="past length, else 0", fla="Tk - Tq"),
@@ -142,6 +153,8 @@ NAMES = dict(
     capped=Name("scores after the soft cap"),
     biased=Name("capped scores plus bias: what is masked and exponentiated"),
     weights=Name("softmax of the biased scores over the allowed keys"),
+    place=Name("place of every token when its round is sorted by bucket"),
+    round_lse=Name("lse of each round by itself"),
     content=Name("q_i . k_j, not scaled"),
     content_position=Name("q_i . pos_key[row of i - j], not scaled"),
     position_content=Name("k_j . pos_query[row], not scaled"),

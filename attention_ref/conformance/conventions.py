@@ -62,6 +62,10 @@ CONVENTIONS = dict(
         "as-listed": (), "added": ("self_loops_added",), "removed": ("self_loops_removed",)}),
     parallel_edges=Convention("what two edges between the same nodes are", {
         "two-terms": (), "one": ("parallel_edges_merged",)}),
+    listed_blocks=Convention("a block that a row lists twice", {
+        "once": (), "as-listed": ("random_counted_again",)}),
+    chunks=Convention("what a token sees of its chunk and the one before", {
+        "bucket": (), "whole": ("chunk_taken_for_bucket",), "whole-and-wrapped": ("released_code",)}),
     ring=Convention("the order in which a ring comes back", {"slots": (), "positions": ("present_in_order",)}),
 )
 
