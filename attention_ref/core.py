@@ -139,6 +139,11 @@ def chunks(x, size):
     return [x[:, :, i:i + size] for i in range(0, x.shape[2], size)]
 
 
+def tokens(x):
+    """The place of every token of x (B, H, T, ...), one after the other: x[place] is (B, H, 1, ...)."""
+    return [np.s_[:, :, t:t + 1] for t in range(x.shape[2])]
+
+
 def decay_between(a):
     """Gates a (..., T, n) -> (..., T, T, n): entry i, j is a_{j+1} ... a_i, 1 on the diagonal, 0 for j > i.
 
@@ -151,6 +156,11 @@ def decay_between(a):
         d[..., i, :i, :] = a[..., i, None, :] * d[..., i - 1, :i, :]
         d[..., i, i, :] = 1
     return d
+
+
+def decayed(q, d, k):
+    """q_i d_ij k_j^T for all pairs (..., T, T), d (..., T, T, n or 1) as `decay_between` gives it."""
+    return (q[..., None, :] * d * k[..., None, :, :]).sum(-1)
 
 
 def solve_unit_lower(n, r):

@@ -57,9 +57,23 @@ def nan_in_new_slots(x, names):
     return nan_where(slots >= x["past_length"][:, None, None, None], x, names)
 
 
+def padded_tokens(x):
+    """The last two tokens of batch entry 0 without a key, the last three of entry 1 without strength beta."""
+    k, beta = x["k"].copy(), x["beta"].copy()
+    k[0, :, -2:], beta[1, :, -3:] = 0, 0
+    return dict(k=k, beta=beta)
+
+
 def one_length(x, n):
     """The inputs with the same past_length n for every row."""
     return x | {"past_length": np.full_like(x["past_length"], n)}
+
+
+def unit_keys(n):
+    """(B, H, T, dk) keys of length 1 with few bits, dk >= 5: 3, 2, 1, 1 and 1 quarters in turning places and signs."""
+    place = (np.arange(n.B * n.H * n.T)[:, None] + np.arange(n.dk)) % n.dk
+    quarters = np.array([3, 2, 1, 1, 1] + [0] * (n.dk - 5))[place].reshape(n.B, n.H, n.T, n.dk) / 4
+    return np.where(draw("k", quarters.shape) < 0, 0 - quarters, quarters)
 
 
 def ramp(x, q, k, step):
@@ -129,6 +143,21 @@ def rounded(a, bits):
     """A float array with each number rounded to so many significant bits: 8 in bfloat16, 11 in float16."""
     mantissa, exponent = np.frexp(np.asarray(a, np.float64))
     return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits).astype(a.dtype)
+
+
+def T(a):
+    """The last two axes exchanged."""
+    return a.swapaxes(-1, -2)
+
+
+def stored_transposed(s):
+    """What stands in the memory of matrices stored the other way round, read in the shape of s."""
+    return T(s).reshape(s.shape)
+
+
+def l2_normalised(a):
+    """a / |a| along the last axis, with 1e-6 under the root, as most kernels have it."""
+    return a / np.sqrt((a * a).sum(-1, keepdims=True) + 1e-6)
 
 
 def memory_order(a):

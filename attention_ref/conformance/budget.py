@@ -134,11 +134,14 @@ def draw(n):
         key_block=16 if n % 4 < 2 else 64))
 
 
+SIGN = dict(log_decay=-1, beta=1, removal_rate=1)
+
+
 @cache
 def redraw(variant, n):
     """Random case number n of any variant: a golden case, all its finite numbers normal and as large as they were.
 
-    Left out are the cases that are their numbers: scores that overflow, and 8192 equal ones.
+    What has one sign keeps it. Left out are the cases that are their numbers: scores that overflow, 8192 equal ones.
     """
     random, golden = np.random.default_rng(n), cases.load_cases(variant)
     golden = [case for case in golden if case.name not in ("large_scores", "many_keys")]
@@ -146,17 +149,20 @@ def redraw(variant, n):
     for name, x in case.inputs.items():
         if isinstance(x, np.ndarray) and x.dtype.kind == "f":
             size = max(0.5, np.max(np.abs(x), where=np.isfinite(x), initial=0) / 2)
-            x = np.where(np.isfinite(x), round_to(size * random.normal(size=x.shape), "bfloat16"), x)
+            new = size * random.normal(size=x.shape)
+            new = SIGN[name] * np.abs(new) if name in SIGN else new
+            x = np.where(np.isfinite(x), round_to(new, "bfloat16"), x)
         inputs[name] = x
     return solved(f"draw {n}", case.name, inputs, variant)
 
 
 def solved(name, why, inputs, variant="flash"):
-    """The case of a variant with these inputs."""
-    module = variants()[variant]
-    dense = cases.named(module.FORMS[0], module.OUTPUTS)
-    exact = {o: y.astype(np.float64) for o, y in dense(**cast(inputs, "longdouble")).items()}
-    return cases.Case(variant, name, why, {}, {}, inputs, exact, conditioning=conditioning([dense], inputs))
+    """The case of a variant with these inputs; K of its definition, and of dense where that is a recurrence."""
+    forms = cases.forms(variants()[variant])
+    definition = next(iter(forms.values()))
+    exact = {o: y.astype(np.float64) for o, y in definition(**cast(inputs, "longdouble")).items()}
+    K = conditioning(dict.fromkeys((definition, forms.get("dense", definition))), inputs)
+    return cases.Case(variant, name, why, {}, {}, inputs, exact, conditioning=K)
 
 
 # What is measured of them, and of mistakes

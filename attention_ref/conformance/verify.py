@@ -129,8 +129,8 @@ def check(case, outputs, dtype=None, accumulate=None):
     """Judge the outputs of an implementation on a case.
 
     outputs: an array, a tuple in the order of OUTPUTS, or a dict that may hold outputs, gradients and steps by name.
-    dtype: the type it read and wrote; by default the widest of its outputs. accumulate: the type of its sums, by default
-    the same. Returns a Result; raises ValueError for output names that do not exist.
+    dtype: the type it read and wrote; by default the widest of its outputs. accumulate: the type of its sums, by
+    default the same. Returns a Result; raises ValueError for output names that do not exist.
     """
     outputs = {name: np.array(y) for name, y in as_dict(case, outputs).items()}
     dtype = dtype or widest(types_of(outputs).values())
