@@ -28,7 +28,7 @@ import numpy as np
 from IPython.display import display
 
 import attention_ref
-from attention_ref import check, diagnose, load_cases, masks, plot, sdpa, variants
+from attention_ref import check, deberta, diagnose, load_cases, masks, plot, reformer, sdpa, variants
 from attention_ref.conformance.cases import GOLDEN
 from attention_ref.conformance.cli import main
 from attention_ref.conformance.numbers import TINY, UNIT
@@ -127,6 +127,44 @@ try:
     agree("... and it stays so with a sink", sdpa.dense(**x | dict(sink=np.array([0.5])))[0], 1)
 except AssertionError as error:
     print("AssertionError:", error)
+
+# %% [markdown]
+# ## Who looks at whom
+#
+# Most forms of attention are told apart by one picture: which entries $p_{ij}$ may be other than 0, or how those that
+# may are tied to one another. Eight tokens, rows queries, columns keys. Seven of the nine are *masks*, sets of pairs. Two
+# are not: a low-rank projection mixes the keys into two before anything looks at them, so all rows are mixtures of two
+# rows; and disentangled attention sees every pair, with weights that know how far apart its tokens stand.
+
+# %%
+T, x = 8, {name: draw(name, (1, 1, 8, 4)) for name in "qk"} | dict(v=np.eye(8)[None, None])
+E = np.kron(np.eye(2), np.ones((1, 4)) / 4)                                           # two slots, means of four keys
+slots, _ = sdpa.dense(x["q"], E @ x["k"], np.eye(2)[None, None], scale=0.5)
+near = dict(pos_key=2 * draw("pos_key", (1, 6, 4)), pos_query=0 * draw("pos_query", (1, 6, 4)), p2c="released")
+apart, _ = deberta.dense(0 * x["q"] + 0.5, 0 * x["k"], x["v"], **near, scale=0.5)
+bucket = reformer.hash_buckets(x["k"], draw("k", (1, 1, 4, 2)))[0, 0, 0]
+some = np.array([[1, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 0], [0, 0, 1, 1]], bool)
+edges = [(0, 0), (3, 0), (0, 1), (4, 1), (1, 2), (6, 2), (2, 3), (3, 5), (5, 5), (2, 6), (6, 6), (0, 7), (4, 7)]
+kinds = {"none (chapter 1)": masks.full(T, T), "causal (2)": masks.causal(T, T),
+         "padding (2)": masks.padding([5], T)[0, 0] & masks.full(T, T), "local window (9)": masks.window(T, T, 2, 1),
+         "block-sparse (10)": masks.blocks(some, 2, T, T), "hash bucket (11)": bucket[:, None] == bucket,
+         "low-rank projection": (slots @ E)[0, 0], "disentangled (8)": apart[0, 0], "graph (12)": masks.graph(edges, T)}
+figure, axes = plot.subplots(3, 3, size=(1.9, 2.05))
+for axis, (name, picture) in zip(axes.flat, kinds.items()):
+    if picture.dtype == bool:
+        plot.mask_map(axis, picture, name)
+    else:
+        plot.attention_map(axis, picture, title=name)
+        for number in axis.texts:
+            number.set_fontsize(4.5)
+    axis.set(xticks=[], yticks=[])
+    axis.label_outer()
+figure.suptitle("Nine kinds of attention: seven sets of pairs, two ties between them")
+plot.save(figure, "00_how_to_read_kinds", """Nine 8 by 8 grids. None is full; causal a lower triangle; padding five full
+    columns; local window a band; block-sparse squares of 2 by 2; hash bucket scattered cells, symmetric about the
+    diagonal; low-rank projection weights that are equal within columns 0 to 3 and within 4 to 7; disentangled weights
+    that are constant along diagonals near the middle; graph an irregular set with an empty row.""")
+agree("low rank: two rows span all", np.linalg.svd(slots[0, 0] @ E)[1][2:], 0)
 
 # %% [markdown]
 # ## How a chapter is built
