@@ -98,10 +98,10 @@ def global_(Tq, Tk, tokens):
 
 def graph(edges, Tq, Tk=None):
     """(Tq, Tk or Tq) from edges (E, 2) of (source key j, target query i): a node sees the nodes that point at it."""
-    keep, edges = full(Tq, Tq if Tk is None else Tk) & False, np.asarray(edges)
-    pairs = integers(edges) and (not edges.size or edges.shape[1:] == (2,))
-    if not pairs or (edges < 0).any() or (edges.size and (edges >= keep.shape[::-1]).any()):
+    keep, edges = ~full(Tq, Tq if Tk is None else Tk), np.asarray(edges)
+    edges = edges if edges.size else np.zeros((0, 2), int)
+    if not integers(edges) or edges.shape[1:] != (2,) or (edges < 0).any() or (edges >= keep.shape[::-1]).any():
         raise ValueError(f"edges: expected (source, target) below {keep.shape[::-1]}, got {edges.tolist()}")
-    source, target = edges.astype(int).reshape(-1, 2).T
+    source, target = edges.T
     keep[target, source] = True
     return keep

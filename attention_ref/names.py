@@ -171,6 +171,7 @@ NAMES = dict(
 )
 
 
+STATES = {"initial_state", "final_state"}                # what one token leaves for the next
 INERT = {"query_block", "key_block", "chunk_size"}       # options that never change a result
 
 

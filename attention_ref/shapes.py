@@ -72,6 +72,11 @@ def sizes(schema, arguments):
     return found
 
 
+def cotangents(outputs):
+    """The schema of the cotangents that a vjp takes: that of output o is do, and has its shape."""
+    return {"d" + name: text for name, text in outputs.items()}
+
+
 def _check_kind(name, spec, value):
     may_be_a_number = all(spec.open) and (value is None or np.isscalar(value))
     if not may_be_a_number and not hasattr(value, "dtype"):

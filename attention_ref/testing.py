@@ -10,7 +10,7 @@ gives one test per golden case: test_attention[sdpa-basic], test_attention[sdpa-
 import pytest
 
 from . import load_cases
-from .conformance.adapters import Call
+from .conformance.call import Call
 from .conformance.conventions import declared
 from .conformance.implementations import judge
 from .conformance.numbers import UNIT
@@ -25,7 +25,7 @@ def conforms(variant, dtype="float64", *, case=None, accumulate=None, convention
     dtype: the type of the arrays it gets; accumulate: the type of its sums, if wider. case: only the cases whose name
     contains this. convention: other readings, as in "empty_row=nan,lse_base=2"; tier: "fast" or "loose" accepts 4 or 32
     times the budget. expected_failures: case name -> reason; such a case must fail, else the test does. call: how it is
-    called, as in backend="torch", layout="BTHD", rename=dict(q="query"), grad=True; the fields of `adapters.Call`.
+    called, as in backend="torch", layout="BTHD", rename=dict(q="query"), grad=True; the fields of `call.Call`.
     A case that needs an argument the implementation does not take is skipped. ValueError for what does not exist.
     """
     for name, given in dict(dtype=dtype, accumulate=accumulate or dtype).items():

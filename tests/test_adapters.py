@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attention_ref import gqa, kv_cache, load_cases, sdpa, variants
-from attention_ref.conformance.adapters import VIEWS, Call, to_numpy
+from attention_ref import delta_rule, gqa, kv_cache, load_cases, sdpa, variants
+from attention_ref.conformance.call import Call
+from attention_ref.conformance.cases import by_name
 from attention_ref.conformance.cli import main
 from attention_ref.conformance.implementations import examine, judge, run
+from attention_ref.conformance.libraries import VIEWS, to_numpy
 from attention_ref.conformance.report import explain
+from attention_ref.names import STATES
 
 CASES = {name: {case.name: case for case in load_cases(name)} for name in variants()}
 BASIC, EVERYTHING = CASES["sdpa"]["basic"], CASES["sdpa"]["everything"]
@@ -104,6 +107,46 @@ def test_layouts_with_grouped_heads(layout):
     assert not any(r.unsupported for r in results)
     assert {c.name for r in results for c in r.comparisons} == {"o", "lse", "dq", "dk", "dv"}
     assert all(contiguous)                               # the strided case too: it lies in memory as (B, T, H, d)
+
+
+STATEFUL = [name for name, module in variants().items() if STATES & set(module.INPUTS) and hasattr(module, "vjp")]
+
+
+def turned(x):
+    """The states of a dict, and their cotangents or gradients, with the last two axes exchanged."""
+    return {name: y.swapaxes(-1, -2) if STATES & {name, name[1:]} else y for name, y in x.items()}
+
+
+@pytest.mark.parametrize("variant", STATEFUL)
+def test_states_in_the_other_layout(variant):
+    """A state comes, and is given back, as (B, H, dv, dk); so do its cotangent and its gradient."""
+    module, shapes = variants()[variant], set()
+
+    def dense(**x):
+        shapes.add(x["initial_state"].shape[2:])
+        return turned(by_name(module.OUTPUTS, module.dense(**turned(x))))
+
+    def backward(**x):
+        return turned(module.vjp(**turned(x)))
+    backward.__signature__ = signature(module.vjp)
+    call = Call(dense, state_layout="BHVK", vjp=backward)
+    names = {c.name for r in all_pass(call, variant) for c in r.comparisons}
+    assert {"final_state", "dinitial_state"} <= names
+    assert shapes == {c.inputs["initial_state"].shape[:1:-1] for c in load_cases(variant)}
+
+
+def test_states_that_are_not_there():
+    with pytest.raises(ValueError, match="state_layout: sdpa has no final_state or initial_state"):
+        judge(Call(sdpa.dense, state_layout="BHVK"), [BASIC], "float64")
+    with pytest.raises(ValueError, match="state_layout: expected one of BHKV, BHVK, got 'BVHK'"):
+        Call(sdpa.dense, state_layout="BVHK")
+
+
+def test_a_state_of_the_wrong_layout_is_told():
+    def plain(**x):
+        return delta_rule.dense(**turned(x))
+    text = text_of(Call(plain, state_layout="BHVK"), CASES["delta_rule"]["basic"])
+    assert re.search(r"final_state: expected shape \(.*\) in layout BHVK, got \(", text)
 
 
 @pytest.mark.parametrize("layout", ["BTHD", "packed"])

@@ -143,6 +143,16 @@ def test_one_axis_too_many(form):
             assert message.startswith(f"{name}: expected shape") and names_an_argument(message, variant), message
 
 
+@pytest.mark.parametrize("variant", [name for name, module in variants().items() if hasattr(module, "vjp")])
+def test_a_cotangent_that_does_not_fit(variant):
+    """A cotangent with an axis too many, a size too many or no array at all is named, with the shape of its output."""
+    case = load_cases(variant, "basic")[0]
+    for name, d in case.cotangents.items():
+        for wrong in (d[None], d.repeat(2, -1), 0.0, None):
+            message = refusal(case.module.vjp, **case.inputs | case.cotangents | {name: wrong})
+            assert re.match(f"{name}: expected (an array of )?shape .+, got .+", message), message
+
+
 @ALL_FORMS
 def test_one_size_changed(form):
     variant, function = FORMS[form]

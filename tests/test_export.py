@@ -13,6 +13,7 @@ import pytest
 from attention_ref import load_cases, sdpa, variants
 from attention_ref.conformance import export, programs, tensors
 from attention_ref.conformance.cli import main
+from attention_ref.conformance.diagnosis import golden_cases, golden_mistake
 from attention_ref.conformance.verify import compare
 
 
@@ -241,6 +242,20 @@ def test_a_mistake_is_named(call, folder):
     answer(folder, lambda name, outputs: dict(zip(("o", "lse"), wrong[name])))
     code, out, err = call("compare", "sdpa", folder)
     assert (code, err) == (1, "") and "0 passed, 2 failed" in out and "\ndiagnosis:\n  mask_polarity: " in out
+
+
+def test_a_case_is_named_that_tells_mistakes_apart(call, tmp_path):
+    """Two mistakes with the same numbers in what was exported, and the case that has to be exported as well."""
+    export.write("sdpa", tmp_path, "txt", case="empty_row_low")
+    wrong = golden_mistake("sdpa", "empty_row_low_scores", "empty_row_uniform", "float32")["o"]
+    answer(tmp_path, lambda name, outputs: dict(o=wrong))
+    code, out, _ = call("compare", "sdpa", tmp_path)
+    found = re.search(r"empty_row_uniform can be told from (.*)overflow_clean_up_unmasks by case (\w+) in float32", out)
+    assert code == 1 and "; the same numbers as " in out and found
+    other = golden_cases("sdpa")[found[2]]
+    both = [golden_mistake("sdpa", other.name, slug, "float32")["o"]
+            for slug in ("empty_row_uniform", "overflow_clean_up_unmasks")]
+    assert not np.allclose(*both, equal_nan=True)
 
 
 def test_gradients_are_judged_too(call, tmp_path):

@@ -87,6 +87,7 @@ def test_every_form_checks_its_arguments(variant):
     module = variants()[variant]
     for form in module.FORMS:
         assert hasattr(form, "__wrapped__") or "sizes(" in getsource(form), f"{form.__name__} accepts anything"
+    assert not hasattr(module, "vjp") or "sizes(INPUTS | cotangents(OUTPUTS)" in getsource(module.vjp)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))

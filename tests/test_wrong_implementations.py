@@ -6,7 +6,7 @@ import pytest
 from wrong.named import HALF, NAMED, described, variant
 
 from attention_ref import load_cases
-from attention_ref.conformance.adapters import Call
+from attention_ref.conformance.call import Call
 from attention_ref.conformance.implementations import judge
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from .. import variants
 from ..names import NAMES
-from .adapters import BACKENDS, first_line, to_numpy
 from .cases import shape_of
 from .isolation import NotAsked, plain
+from .libraries import BACKENDS, first_line, to_numpy
 
 ALIASES = dict(queries="q", keys="k", values="v", attention_mask="mask", sm_scale="scale", logits_soft_cap="softcap",
                soft_cap="softcap", is_causal="causal", num_heads="heads", n_heads="heads", h0="initial_state",

@@ -17,7 +17,7 @@ from .isolation import TIMEOUT, Worker
 from .numbers import UNIT
 from .verify import TIERS, Result
 
-CALL = "backend", "device", "layout", "rename", "grad", "vjp", "strides", "repeat"
+CALL = "backend", "device", "layout", "state_layout", "rename", "grad", "vjp", "strides", "repeat"
 EXAMPLES = """examples:
   attention-ref list
   attention-ref show sdpa
@@ -88,7 +88,7 @@ def program_commands(commands):
 
 
 def verify_options(add):
-    """The options of verify; those of CALL are fields of `adapters.Call`."""
+    """The options of verify; those of CALL are fields of `call.Call`."""
     add.add_argument("variant", nargs="?", help="all of them if left out")
     add.add_argument("--impl", metavar="MODULE:FUNCTION", help="your function; arguments come by the names in INPUTS")
     add.add_argument("--dtype", choices=list(UNIT), help="the type of the arrays it gets (float64)")
@@ -98,6 +98,7 @@ def verify_options(add):
     add.add_argument("--device", help="where the arrays are, as the library names it: cuda:1")
     add.add_argument("--layout", choices=("BHTD", "BTHD", "packed"),
                      help="of arrays of batch, heads, tokens, channels (BHTD); packed is (B, T, H*d)")
+    add.add_argument("--state-layout", choices=("BHKV", "BHVK"), help="of states (BHKV); BHVK is (B, H, dv, dk)")
     add.add_argument("--rename", type=pairs, metavar="OURS=YOURS,...", help="names of arguments: q=query,k=key")
     add.add_argument("--grad", action="store_true", help="gradients too, by the autograd of torch or jax")
     add.add_argument("--vjp", metavar="MODULE:FUNCTION", help="gradients too, by your backward")
@@ -259,7 +260,7 @@ def stream_of(options):
 
 
 def adapter(options):
-    from .adapters import template
+    from .template import template
     golden, path = cases.load_cases(options.variant), Path("adapter.py")
     if path.exists():
         raise ValueError(f"{path} is there and is not overwritten: rename it first")

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from .adapters import with_rest
+from .call import with_rest
 from .cases import by_name, load_cases
 from .numbers import UNIT, cast, conditioning, round_to
 from .verify import Result, check, tolerance
@@ -44,6 +44,20 @@ class Finding:
     def shows_in(self, dtype):
         """Whether a run in another number type would fail one of its cases, too."""
         return any(_touches(self.mistake, r, dtype) for r in self.results)
+
+    def told_from(self, other, unsupported=()):
+        """The smallest golden case, and a number type, in which another mistake gives something else; None if none.
+
+        unsupported: names of cases that cannot be run.
+        """
+        first, seen = self.results[0], set().union(*(r.outputs for r in self.results))
+        golden = [case for case in golden_cases(first.case.variant).values() if case.name not in unsupported]
+        golden = sorted(golden, key=lambda case: sum(map(np.size, case.inputs.values())))
+        for dtype in dict.fromkeys([first.dtype, "float64", "float32", "float16"]):
+            for case in golden:
+                if _differ_on(case, self.mistake, other, dtype, seen, first.used):
+                    return case.name, dtype
+        return None
 
     def __str__(self):
         more = f" and {len(self.cases) - 3} more" if len(self.cases) > 3 else ""
@@ -111,6 +125,14 @@ def _narrow(finding, results):
     name, *same = [slug for slug, (_, worth) in found.items() if worth == most]
     sentence = mistakes(finding.results[0].case.module)[name][0]
     return [replace(finding, mistake=name, sentence=sentence, same=same)]
+
+
+def _differ_on(case, one, other, dtype, seen, used):
+    """Whether neither of two mistakes gives a rounding of what the other gives, of the outputs that are seen."""
+    wrong = [golden_mistake(case.variant, case.name, slug, dtype, used) for slug in (one, other)]
+    first, second = (Result(case, dtype, outputs={name: y for name, y in outputs.items() if name in seen}, used=used)
+                     for outputs in wrong)
+    return all((first.outputs, second.outputs)) and min(distance(first, other), distance(second, one)) > 1
 
 
 def mistakes(module):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..masks import blocks, causal, window
-from .adapters import first_line
 from .blackbox import draw
 from .isolation import NoAnswer, NotAsked
+from .libraries import first_line
 
 
 class Fact(NamedTuple):

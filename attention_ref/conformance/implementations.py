@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .adapters import Call
 from .blackbox import Callee, aliases, parameters
+from .call import Call
 from .diagnosis import diagnose_run
 from .isolation import NoAnswer, NotAsked, Worker, plain
 from .numbers import ARITHMETIC

@@ -100,11 +100,22 @@ def verdict(results, diagnosis, dtype, absent="not judged"):
     text += [f"warning: {limit:g} times the budget of an honest run was accepted"] if limit > 1 else []
     if diagnosis.failing:
         text.append("diagnosis:\n" + indent(str(diagnosis), "  "))
+        text += [ambiguous(finding, results) for finding in diagnosis.findings if finding.same]
         text += right_elsewhere(right_under(results, diagnosis))
     elif passed and not failed:
         scores = [r.score for r in results if r.passed]
         text.append(f"largest error {number(max(scores))} times its budget, median {number(np.median(scores))}")
     return "\n".join(text)
+
+
+def ambiguous(finding, results):
+    """A line that says in which cases, of those that can be run, the mistakes behind one finding differ."""
+    by_case, unsupported = {}, {r.case.name for r in results if r.unsupported}
+    for name in finding.same:
+        by_case.setdefault(finding.told_from(name, unsupported), []).append(name)
+    said = [f"{', '.join(names)} by {'case {} in {}'.format(*found) if found else 'no golden case'}"
+            for found, names in by_case.items()]
+    return f"{finding.mistake} can be told from {'; from '.join(said)}"
 
 
 def scope(results, absent):

@@ -14,7 +14,7 @@ import numpy as np
 from .. import kit
 from ..core import merge_heads, per_head, softmax, split_heads, unread
 from ..masks import causal, padding
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 from . import sdpa
 
 INPUTS = dict(x="B Tq D", z="B Tk Dz", w_q="D H*dk", w_k="Dz H*dk", w_v="Dz H*dv", w_o="H*dv D",
@@ -103,7 +103,8 @@ def loop(x, z, w_q, w_k, w_v, w_o, mask, heads, scale):
 def vjp_of_heads(do, x, z, w_q, w_k, w_v, w_o, mask=True, *, heads, scale):
     """Gradients of Q (B, Tq, H dk), K (B, Tk, H dk) and V (B, Tk, H dv) for the cotangent do (B, Tq, D)."""
     q, k, v = project(x, z, w_q, w_k, w_v, heads)
-    g = sdpa.vjp(split_heads(do @ w_o.T, heads), 0.0, q, k, v, mask, scale=scale)
+    do = split_heads(do @ w_o.T, heads)
+    g = sdpa.vjp(do, np.zeros_like(do[..., 0]), q, k, v, mask, scale=scale)
     return tuple(merge_heads(g[name]) for name in ("dq", "dk", "dv"))
 
 
@@ -120,6 +121,7 @@ def tokens_read(x, z, mask):
 
 def vjp(do, x, z, w_q, w_k, w_v, w_o, mask=True, *, heads, scale):
     """Gradients of x, z and the four weights for the cotangent do (B, Tq, D)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     dq, dk, dv = vjp_of_heads(do, x, z, w_q, w_k, w_v, w_o, mask, heads=heads, scale=scale)
     *_, concat = steps(x, z, w_q, w_k, w_v, w_o, mask, heads=heads, scale=scale)
     x, z = tokens_read(x, z, mask)

@@ -22,7 +22,7 @@ from .. import kit
 from ..core import per_head, per_row, softmax, sum_to, unread
 from ..masks import blocks, padding
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", mask="bool B? H? Tq? Tk?", sink="H?", scale="",
               query_block="int >=1", key_block="int >=1")
@@ -178,6 +178,7 @@ def vjp(do, dlse, q, k, v, mask=True, sink=-np.inf, *, scale, query_block=64, ke
 
     The forward keeps o and lse, and the backward computes every tile of p anew; mask as for `online`.
     """
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     options = dict(scale=scale, query_block=query_block, key_block=key_block)
     o, lse = online(q, k, v, mask, sink, **options)
     D, lse = (do * o).sum(-1) - dlse, for_backward(lse)

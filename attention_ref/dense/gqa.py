@@ -15,7 +15,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, repeat_heads, softmax, sum_groups, unread
 from ..masks import causal, padding
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B Hq Tq dk", k="B Hkv Tk dk", v="B Hkv Tk dv", mask="bool B? Hq? Tq? Tk?", scale="")
 OUTPUTS = dict(o="B Hq Tq dv", lse="B Hq Tq")
@@ -70,6 +70,7 @@ def loop(q, k, v, mask, scale):
 
 def vjp(do, dlse, q, k, v, mask=True, *, scale):
     """Gradients of q, k, v for cotangents do (B, Hq, Tq, dv) and dlse (B, Hq, Tq); dk and dv are sums over groups."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     Hq, Hkv = q.shape[1], k.shape[1]
     q = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2))
     k, v = unread(repeat_heads(k, Hq), mask), unread(repeat_heads(v, Hq), mask)

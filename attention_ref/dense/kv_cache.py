@@ -15,7 +15,7 @@ import numpy as np
 from .. import kit
 from ..core import chunks, per_head, sum_groups
 from ..masks import causal, grid
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 from . import gqa
 
 INPUTS = dict(q="B Hq T dk", k="B Hkv T dk", v="B Hkv T dv", past_key="B Hkv P dk", past_value="B Hkv P dv",
@@ -124,6 +124,7 @@ def one_head(q, k, v, past_key, past_value, past_length, scale, chunk_size):
 def vjp(do, dpresent_key, dpresent_value, q, k, v, past_key, past_value, past_length, *, scale,
         chunk_size=64):
     """Gradients of q, k, v and both caches for cotangents of o and of both caches after the call."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     x = whole(q, k, v, past_key, past_value, past_length, scale)
     d = gqa.vjp(do, np.zeros_like(do[..., 0]), **x)
     return dict(dq=d["dq"]) | shares(d["dk"] + dpresent_key, d["dv"] + dpresent_value, k, v, past_length)

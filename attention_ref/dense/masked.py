@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import kit, masks
 from ..core import per_head, softmax, unread
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", lengths="int B >=0 <=Tk", query_segments="int B Tq",
               key_segments="int B Tk", anchor="str top-left|bottom-right", causal="bool", left="optional int >=0",
@@ -97,6 +97,7 @@ def loop(q, k, v, lengths, query_segments, key_segments, anchor, causal, left, r
 def vjp(do, dlse, q, k, v, lengths, query_segments, key_segments, *, anchor, causal=False, left=None, right=None,
         dilation=1, scale):
     """Gradients of q, k and v for cotangents do (B, H, Tq, dv) and dlse (B, H, Tq)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     mask = keep(**conditions(lengths, query_segments, key_segments, anchor, causal, left, right, dilation))
     q, k, v = unread(q, mask.swapaxes(-1, -2)), unread(k, mask), unread(v, mask)
     p, _ = softmax(scale * q @ k.swapaxes(-1, -2), mask)

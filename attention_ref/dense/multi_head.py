@@ -15,7 +15,7 @@ import numpy as np
 from .. import kit
 from ..core import merge_heads, softmax, split_heads, unread
 from ..masks import padding, window
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 from . import cross, sdpa
 
 INPUTS = dict(x="B T D", w_q="D H*dk", w_k="D H*dk", w_v="D H*dv", w_o="H*dv D", mask="bool B? H? T? T?",
@@ -57,6 +57,7 @@ def loop(x, w_q, w_k, w_v, w_o, mask=True, *, heads, scale):
 
 def vjp(do, x, w_q, w_k, w_v, w_o, mask=True, *, heads, scale):
     """Gradients of x and the four weights: dx = dq W_Q^T + dk W_K^T + dv W_V^T, for x is read three times."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     g = cross.vjp(do, x, x, w_q, w_k, w_v, w_o, mask, heads=heads, scale=scale)
     return dict(dx=g.pop("dx") + g.pop("dz")) | g
 

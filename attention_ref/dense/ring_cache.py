@@ -16,7 +16,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, sum_groups
 from ..masks import causal, grid, window
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 from . import gqa
 
 INPUTS = dict(q="B Hq T dk", k="B Hkv T dk", v="B Hkv T dv", ring_key="B Hkv W dk", ring_value="B Hkv W dv",
@@ -95,6 +95,7 @@ def loop(q, k, v, ring_key, ring_value, past_length, scale):
 
 def vjp(do, dpresent_key, dpresent_value, q, k, v, ring_key, ring_value, past_length, *, scale):
     """Gradients of q, k, v and both rings for cotangents of o and of both rings after the call."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     x = line(q, k, v, ring_key, ring_value, past_length, scale)
     d = gqa.vjp(do, np.zeros_like(do[..., 0]), **x)
     return dict(dq=d["dq"]) | shares(d["dk"], d["dv"], dpresent_key, dpresent_value, past_length)

@@ -14,7 +14,7 @@ from .. import kit
 from ..core import per_head, per_row, softmax, sum_to, unread
 from ..masks import blocks, causal, graph, packed, padding, window
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", mask="bool B? H? Tq? Tk?", bias="B? H? Tq? Tk?", sink="H?",
               scale="", softcap="optional >0")
@@ -84,6 +84,7 @@ def loop(q, k, v, mask, bias, sink, scale, softcap):
 
 def vjp(do, dlse, q, k, v, mask=True, bias=0.0, sink=-np.inf, *, scale, softcap=None):
     """Gradients of q, k, v, bias (its own shape) and sink for cotangents do (B, H, Tq, dv) and dlse (B, H, Tq)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     q, k, v = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2)), unread(k, mask), unread(v, mask)
     scores, _, biased = logits(q, k, bias, scale, softcap)
     p, lse = softmax(biased, mask, per_row(sink, q))

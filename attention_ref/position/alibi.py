@@ -15,7 +15,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, per_row, softmax, unread
 from ..masks import at_least, causal, grid, padding
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", mask="bool B? H? Tq? Tk?", slopes="optional H",
               offset="int", scale="")
@@ -126,6 +126,7 @@ def one_head(q, k, v, mask, slopes, offset, scale):
 
 def vjp(do, dlse, q, k, v, mask=True, slopes=None, offset=0, *, scale):
     """Gradients of q, k, v and of given slopes for cotangents do (B, H, Tq, dv) and dlse (B, H, Tq)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     q, k, v = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2)), unread(k, mask), unread(v, mask)
     p, _ = softmax(scale * q @ k.swapaxes(-1, -2) + bias(slopes, offset, q, k), mask)
     dp = do @ v.swapaxes(-1, -2)

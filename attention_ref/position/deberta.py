@@ -16,7 +16,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, scatter, softmax, unread
 from ..masks import at_least, causal, grid, padding
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H T dk", k="B H T dk", v="B H T dv", pos_key="H R dk", pos_query="H R dk", mask="bool B? H? T? T?",
               scale="", p2c="str released|paper", max_position="optional int >=1")
@@ -135,6 +135,7 @@ def one_head(q, k, v, pos_key, pos_query, mask, key_row, query_row, scale):
 
 def vjp(do, dlse, q, k, v, pos_key, pos_query, mask=True, *, scale, p2c, max_position=None):
     """Gradients of q, k, v and both tables for cotangents do (B, H, T, dv) and dlse (B, H, T)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     q, k, v = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2)), unread(k, mask), unread(v, mask)
     key_row, query_row = table_rows(q, pos_key, p2c, max_position)
     p, _ = softmax(scale * sum(terms(q, k, pos_key, pos_query, key_row, query_row)), mask)

@@ -18,7 +18,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, scatter, softmax, unread
 from ..masks import at_least, grid, packed
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", table="H R", index="int Tq Tk >=0 <R",
               mask="bool B? H? Tq? Tk?", scale="")
@@ -106,6 +106,7 @@ def loop(q, k, v, table, index, mask, scale):
 
 def vjp(do, dlse, q, k, v, table, index, mask=True, *, scale):
     """Gradients of q, k, v and table for cotangents do (B, H, Tq, dv) and dlse (B, H, Tq)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     q, k, v = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2)), unread(k, mask), unread(v, mask)
     p, _ = softmax(scale * q @ k.swapaxes(-1, -2) + table[:, index], mask)
     dp = do @ v.swapaxes(-1, -2)

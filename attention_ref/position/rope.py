@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import kit
 from ..core import merge_heads, per_head, split_heads
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(x="B H T dk", positions="int B? T", rotary="int >=2 <=dk", base=">0", layout="str half|interleaved")
 OUTPUTS = dict(y="B H T dk")
@@ -94,6 +94,7 @@ def one_head(x, positions, theta, layout):
 
 def vjp(dy, x, positions, *, rotary, base, layout):
     """The gradient of x for a cotangent dy (B, H, T, dk): it is turned back."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     angle = angles(x, positions, rotary, base)
     return dict(dx=rotate(dy, np.cos(angle), -np.sin(angle), layout))
 

@@ -16,7 +16,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, scatter, softmax, unread
 from ..masks import at_least, causal, grid
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", table="R H", mask="bool B? H? Tq? Tk?",
               bidirectional="bool", max_distance="int >=1", offset="int", scale="")
@@ -133,6 +133,7 @@ def one_head(q, k, v, table, mask, bidirectional, first, offset, scale):
 
 def vjp(do, dlse, q, k, v, table, mask=True, *, bidirectional, max_distance=128, offset=0, scale):
     """Gradients of q, k, v and table for cotangents do (B, H, Tq, dv) and dlse (B, H, Tq)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     q, k, v = unread(q, np.swapaxes(np.atleast_2d(mask), -1, -2)), unread(k, mask), unread(v, mask)
     b = buckets_of(q, k, table, bidirectional, max_distance, offset)
     p, _ = softmax(scale * q @ k.swapaxes(-1, -2) + table.T[:, b], mask)

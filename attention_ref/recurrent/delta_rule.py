@@ -18,7 +18,7 @@ from .. import kit
 from ..core import chunks, per_head, solve_unit_lower, tokens
 from ..masks import causal
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H T dk", k="B H T dk", v="B H T dv", beta="B H T", initial_state="B H dk dv", scale="",
               chunk_size="int >=1")
@@ -99,6 +99,7 @@ def loop(q, k, v, beta, initial_state, scale, chunk_size):
 
 def vjp(do, dfinal_state, q, k, v, beta, initial_state, *, scale, chunk_size=64):
     """Gradients of q, k, v, beta and initial_state, from the last token to the first: ds is that of the state."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     dq, dk, dv, dbeta, states = *map(np.zeros_like, (q, k, v, beta)), [initial_state]
     for at in tokens(q):
         states.append(step(q[at], k[at], v[at], beta[at], states[-1], scale=scale)[1])

@@ -17,7 +17,7 @@ import numpy as np
 from .. import kit
 from ..core import chunks, decay_between, decayed, per_head, solve_unit_lower, tokens
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H T dk", k="B H T dk", v="B H T dv", removal_key="B H T dk", removal_rate="B H T dk",
               log_decay="B H T dk", initial_state="B H dk dv", scale="", chunk_size="int >=1")
@@ -100,6 +100,7 @@ def loop(q, k, v, removal_key, removal_rate, log_decay, initial_state, scale, ch
 
 def vjp(do, dfinal_state, q, k, v, removal_key, removal_rate, log_decay, initial_state, *, scale, chunk_size=64):
     """Gradients of all arrays, from the last token to the first: ds is that of the state."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     x = q, k, v, removal_key, removal_rate, log_decay
     (dq, dk, dv, de, drate, dg), states, ds = map(np.zeros_like, x), [initial_state], dfinal_state
     for t in tokens(q):

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import kit, masks
 from ..core import per_head, softmax, take, unread
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H T dk", k="B H T dk", v="B H T dv", random_blocks="int H M r >=-1 <M", global_blocks="bool M",
               keep="bool B T", block_size="int >=1", global_tokens="int >=0 <=T", scale="")
@@ -168,6 +168,7 @@ def loop(q, k, v, random_blocks, global_blocks, keep, block_size, global_tokens,
 
 def vjp(do, dlse, q, k, v, random_blocks, global_blocks, keep, *, block_size, global_tokens=0, scale):
     """Gradients of q, k and v for cotangents do (B, H, T, dv) and dlse (B, H, T)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     mask = visible(adjacency(random_blocks, global_blocks), keep, block_size, global_tokens)
     q, k, v = (np.where(keep[:, None, :, None], x, 0) for x in (q, k, v))
     p, _ = softmax(scale * q @ k.swapaxes(-1, -2), mask)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import kit
 from ..core import leaky_relu, on_edges, per_head, segment_softmax, segment_sum, softmax
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(x="B N D", w="H D dv", a_source="H dv", a_target="H dv", source="int E >=0 <N", target="int E >=0 <N",
               slope="")
@@ -96,6 +96,7 @@ def loop(x, w, a_source, a_target, source, target, slope):
 
 def vjp(do, x, w, a_source, a_target, source, target, *, slope=0.2):
     """Gradients of x, w, a_source and a_target for the cotangent do (B, H, N, dv)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     N, x = x.shape[1], on_edges(x, source, target)
     h = x[:, None] @ w
     s = edge_scores(h, a_source, a_target, source, target)

@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import kit
 from ..core import leaky_relu, on_edges, per_head, segment_softmax, segment_sum, softmax
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(x="B N D", w_source="H D dv", w_target="H D dv", a="H dv", source="int E >=0 <N",
               target="int E >=0 <N", slope="")
@@ -87,6 +87,7 @@ def loop(x, w_source, w_target, a, source, target, slope):
 
 def vjp(do, x, w_source, w_target, a, source, target, *, slope=0.2):
     """Gradients of x, w_source, w_target and a for the cotangent do (B, H, N, dv)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     N, x = x.shape[1], on_edges(x, source, target)
     u, h = edge_sums(x, w_source, w_target, source, target)
     s = leaky_relu(u, slope)

@@ -16,7 +16,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, segment_softmax, segment_sum, softmax, sum_to
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H N dk", k="B H N dk", v="B H N dv", source="int E >=0 <N", target="int E >=0 <N",
               bias="B? H? E?", scale="")
@@ -88,6 +88,7 @@ def loop(q, k, v, source, target, bias, scale):
 
 def vjp(do, dlse, q, k, v, source, target, bias=0.0, *, scale):
     """Gradients of q, k, v and bias (its own shape) for cotangents do (B, H, N, dv) and dlse (B, H, N), in O(N + E)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     N = q.shape[2]
     p, _ = segment_softmax(edge_scores(q, k, source, target, scale) + bias, target, N)
     dp = (do[:, :, target] * v[:, :, source]).sum(-1)

@@ -15,7 +15,7 @@ import numpy as np
 from .. import kit
 from ..core import per_head, segment_sum, softmax
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H N dk", k="B H N dk", v="B H N dv", spatial_bias="H S", edge_features="E F", edge_weight="H L F",
               distance="int B? N N >=-1 <S", path="int B? N N L >=-1 <E", scale="")
@@ -155,6 +155,7 @@ def encoding_vjp(dc, edge_features, edge_weight, path):
 
 def vjp(do, dlse, q, k, v, spatial_bias, edge_features, edge_weight, distance, path, *, scale):
     """Gradients of q, k, v, the table, edges and weights for cotangents do (B, H, N, dv) and dlse (B, H, N)."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     bias = spatial(spatial_bias, distance) + edge_encoding(edge_features, edge_weight, path)
     p, _ = softmax(scale * q @ k.swapaxes(-1, -2) + bias)
     dp = do @ v.swapaxes(-1, -2)

@@ -15,7 +15,7 @@ import numpy as np
 from .. import kit
 from ..core import gather, per_head, softmax, unread
 from ..masks import window
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H T dk", k="B H T dk", v="B H T dv", q_global="B H T dk", k_global="B H T dk", v_global="B H T dv",
               is_global="bool B T", keep="bool B T", half_window="int >=0", dilation="int H? >=1", scale="")
@@ -136,6 +136,7 @@ def backward(do, dlse, q, k, v, mask, scale):
 
 def vjp(do, dlse, q, k, v, q_global, k_global, v_global, is_global, keep, *, half_window, dilation=1, scale):
     """Gradients of the six arrays for cotangents do (B, H, T, dv) and dlse (B, H, T): local rows, then global ones."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     local_keys, global_keys = allowed(is_global, keep, half_window, dilation)
     dq, dk, dv = backward(do, dlse, q, k, v, local_keys, scale)
     dq_global, dk_global, dv_global = backward(do, dlse, q_global, k_global, v_global, global_keys, scale)

@@ -19,7 +19,7 @@ from .. import kit
 from ..core import per_head, softmax, take
 from ..masks import causal, window
 from ..names import draw
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(qk="B H T dk", v="B H T dv", buckets="int B H L T >=0", mask="bool T? T?", keep="bool B T",
               chunk_length="int >=1", self_penalty="", scale="")
@@ -163,6 +163,7 @@ def backward(da, qk, scale):
 
 def vjp(do, dlse, qk, v, buckets, mask, keep, *, chunk_length, self_penalty=1e5, scale):
     """Gradients of qk and v for cotangents do (B, H, T, dv) and dlse (B, H, T), as of one softmax over all rounds."""
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     same, seen = meetings(buckets, mask, keep, chunk_length)
     qk, v = (np.where(keep[:, None, :, None], x, 0) for x in (qk, v))
     weights, _ = over_rounds(*rounds(qk, same, seen, self_penalty, scale))

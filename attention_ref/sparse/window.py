@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import kit, masks
 from ..core import gather, per_head, softmax, unread
-from ..shapes import sizes
+from ..shapes import cotangents, sizes
 
 INPUTS = dict(q="B H Tq dk", k="B H Tk dk", v="B H Tk dv", lengths="int B >=0 <=Tk", left="optional int >=0",
               right="optional int >=0", dilation="int H? >=1", offset="int", scale="")
@@ -109,6 +109,7 @@ def vjp(do, dlse, q, k, v, lengths, *, left=None, right=None, dilation=1, offset
 
     A query gathers from the keys of its window, j = p + t D, a key from the queries that see it, i = j - offset - t D.
     """
+    sizes(INPUTS | cotangents(OUTPUTS), locals())
     Tq, Tk = q.shape[2], k.shape[2]
     p, i, shift = np.arange(Tq) + offset, np.arange(Tk) - offset, shifts(Tq, Tk, left, right, dilation, offset)
     k, v = unread(k, masks.padding(lengths, Tk)), unread(v, masks.padding(lengths, Tk))

@@ -1,163 +1,22 @@
 """How somebody's function is called: by which names, with arrays of which library, in which layout and memory.
 
 A `Call` holds these choices around a function and gives its outputs on a golden case as NumPy arrays by our names.
-`to_numpy` brings arrays of any library back; `template` is the text of a file for what no option covers.
 """
-import importlib
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Callable
 
 import numpy as np
 
-from ..names import NAMES
+from ..names import STATES
 from ..shapes import parse
-from .cases import title
+from .libraries import BACKENDS, VIEWS, fitting, to_numpy
 from .numbers import cast
 from .verify import as_dict
 
-LAYOUTS = "BHTD", "BTHD", "packed"
-VIEWS = dict(                                            # name -> (what is stored, the view of it that has the numbers)
-    transposed=(lambda x: x.swapaxes(-1, -min(2, x.ndim)).copy(), lambda y: y.swapaxes(-1, -min(2, y.ndim))),
-    sliced=(lambda x: np.repeat(x, 2, -1), lambda y: y[..., ::2]),
-    reversed=(lambda x: x[..., ::-1].copy(), lambda y: y[..., ::-1]))
+LAYOUTS = "BHTD", "BTHD", "packed"                       # of tokens; the first is ours
+STATE_LAYOUTS = "BHKV", "BHVK"                           # of states
 
-
-# Array libraries: `array` makes one of theirs, `differentiate` is their autograd, `scope` holds while they are used
-
-class NumPy:
-    """NumPy arrays; bfloat16 is the type of ml_dtypes where that is installed, else float32."""
-    views, autograd = tuple(VIEWS), False
-
-    def __init__(self, device):
-        if device not in (None, "cpu"):
-            raise ValueError(f"device: NumPy arrays are on cpu, got {device!r}")
-
-    def array(self, x, dtype):
-        return x.astype(bfloat16(), order="K") if dtype == "bfloat16" and x.dtype.kind == "f" else x
-
-    def scope(self, dtype):
-        return nullcontext()
-
-
-class CuPy(NumPy):
-    """CuPy arrays on the device of that number (0)."""
-
-    def __init__(self, device):
-        self.cupy, number = library("cupy"), (device or "0").removeprefix("cuda:")
-        if not number.isdecimal():
-            raise ValueError(f"device: expected a number or cuda:number, got {device!r}")
-        self.device = int(number)
-
-    def array(self, x, dtype):
-        return self.cupy.asarray(super().array(x, dtype))
-
-    def scope(self, dtype):
-        return self.cupy.cuda.Device(self.device)
-
-
-class Torch(NumPy):
-    """Torch tensors on a device that torch.device understands."""
-    views, autograd = ("transposed", "sliced"), True     # there are no negative strides
-
-    def __init__(self, device):
-        self.torch = library("torch")
-        try:
-            self.device = self.torch.zeros(1, device=device).device
-        except Exception as error:
-            raise ValueError(f"device: torch has no {device!r}: {first_line(error)}") from None
-
-    def array(self, x, dtype):
-        y = self.torch.from_numpy(x)
-        return y.to(self.device, getattr(self.torch, dtype) if y.is_floating_point() else y.dtype)
-
-    def differentiate(self, function, x, cotangents):
-        """(outputs, gradients) of a function of a dict of arrays; an input that was not used has gradient 0."""
-        x = {name: y.detach().requires_grad_() for name, y in x.items()}
-        outputs = function(x)
-        fit = fitting(outputs, cotangents)
-        ends = [name for name in fit if getattr(outputs[name], "requires_grad", False)]
-        if fit and not ends:
-            raise ValueError(f"{', '.join(fit)}: no autograd history: detached, or computed outside torch")
-        ys = [outputs[name] for name in ends]
-        starts = [cotangents[name].to(y.dtype) for name, y in zip(ends, ys)]
-        found = self.torch.autograd.grad(ys, list(x.values()), starts, materialize_grads=True) if ends else ()
-        return outputs, dict(zip(x, found))
-
-
-class Jax(NumPy):
-    """JAX arrays on a device like cpu, gpu or gpu:1; float64 is switched on while it is asked for."""
-    views, autograd = (), True
-
-    def __init__(self, device):
-        self.jax = library("jax")
-        kind, _, number = (device or "").partition(":")
-        try:
-            self.device = self.jax.devices(kind or None)[int(number or 0)]
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise ValueError(f"device: jax has no {device!r}: {first_line(error)}") from None
-
-    def array(self, x, dtype):
-        return self.jax.device_put(super().array(x, dtype), self.device)
-
-    def scope(self, dtype):
-        return self.jax.enable_x64(True) if dtype == "float64" else nullcontext()
-
-    def differentiate(self, function, x, cotangents):
-        """(outputs, gradients) of a function of a dict of arrays."""
-        def split(x):
-            y = function(x)
-            return {name: y[name] for name in fitting(y, cotangents)}, y
-        ends, pull, outputs = self.jax.vjp(split, x, has_aux=True)
-        return outputs, pull({name: cotangents[name].astype(y.dtype) for name, y in ends.items()})[0] if ends else {}
-
-
-BACKENDS = dict(numpy=NumPy, torch=Torch, jax=Jax, cupy=CuPy)
-
-
-def library(name):
-    """The module of an array library; ValueError if it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(f"backend: cannot import {name}: {first_line(error)}") from None
-
-
-def first_line(error):
-    """What an error says first."""
-    return (str(error) or type(error).__name__).partition("\n")[0]
-
-
-def bfloat16():
-    """The bfloat16 of ml_dtypes, or float32 without it."""
-    try:
-        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-    except ImportError:
-        return np.dtype(np.float32)
-
-
-def fitting(outputs, cotangents):
-    """The names of the outputs that have a cotangent of their shape."""
-    return [name for name, y in outputs.items() if name in cotangents
-            and tuple(getattr(y, "shape", ())) == tuple(cotangents[name].shape)]
-
-
-def to_numpy(y):
-    """An array of any library as a NumPy array: from its device, without its autograd, torch's bfloat16 as float32."""
-    if y is None:
-        raise ValueError("outputs: expected arrays, got None")
-    if hasattr(y, "detach"):
-        y = y.detach().cpu()
-        return (y.float() if str(y.dtype) == "torch.bfloat16" else y).numpy()
-    if hasattr(y, "__cuda_array_interface__") and hasattr(y, "get"):
-        return y.get()
-    if hasattr(y, "__dlpack__") and not hasattr(y, "__array__"):
-        return np.from_dlpack(y)
-    return np.asarray(y)
-
-
-# The call
 
 @dataclass
 class Call:
@@ -171,6 +30,7 @@ class Call:
     backend: str = "numpy"              # the library of the arrays
     device: str | None = None
     layout: str = "BHTD"                # of every array (B, heads, tokens, channels): BTHD, or packed (B, T, H*d)
+    state_layout: str = "BHKV"          # of every state (B, heads, dk, dv): BHVK is (B, heads, dv, dk)
     rename: dict = field(default_factory=dict)           # our name -> theirs
     grad: bool = False                  # gradients by the autograd of the library
     vjp: Callable | None = None         # or by this backward
@@ -179,7 +39,7 @@ class Call:
     view: str = ""                      # how the arrays lie in memory, one of VIEWS
 
     def __post_init__(self):
-        for name, choices in dict(backend=BACKENDS, layout=LAYOUTS).items():
+        for name, choices in dict(backend=BACKENDS, layout=LAYOUTS, state_layout=STATE_LAYOUTS).items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.repeat < 1:
@@ -205,6 +65,8 @@ class Call:
                 raise ValueError(f"rename: {case.variant} has {', '.join(ours)}, got {name!r}")
             if name in case.inputs and other not in theirs and not any_name:
                 raise ValueError(f"rename: the function has {', '.join(sorted(theirs))}, got {other!r}")
+        if self.state_layout != STATE_LAYOUTS[0] and not STATES & set(ours):
+            raise ValueError(f"state_layout: {case.variant} has no {' or '.join(sorted(STATES))}")
         cotangents = ["d" + name for name in case.outputs]
         if (self.grad or self.vjp) and self._taken(self.function, cotangents):
             raise ValueError("grad: the function takes cotangents: it is a backward, judged without --grad and --vjp")
@@ -279,9 +141,9 @@ class Call:
         """An array as the function gets it: its layout, its library, its view. Anything else stays."""
         if not isinstance(x, np.ndarray):
             return x
-        if self._has_layout(case, name):
-            (B, H, T, d), y = x.shape, x.swapaxes(1, 2)
-            x = y.reshape(B, T, H * d) if self.layout == "packed" else y.copy() if x.flags.c_contiguous else y
+        if layout := self._layout_of(case, name):
+            y = in_layout(layout, x)
+            x = y.copy() if x.flags.c_contiguous else y
         put, take = VIEWS[self.view] if self.view and x.ndim else (lambda x: x, lambda y: y)
         return take(self.library.array(put(x), dtype))
 
@@ -303,20 +165,27 @@ class Call:
         return {self.rename.get(name, name): y for name, y in x.items()}
 
     def _schema_layout(self, case, name, y):
-        if not self._has_layout(case, name):
+        layout, shape = self._layout_of(case, name), case.expected[name].shape
+        if not layout:
             return y
-        B, H, T, d = case.expected[name].shape
-        wanted = (B, T, H * d) if self.layout == "packed" else (B, T, H, d)
+        wanted = in_layout(layout, np.empty(shape)).shape
         if y.shape != wanted:
-            raise ValueError(f"{name}: expected shape {wanted} in layout {self.layout}, got {y.shape}")
-        return y.reshape(B, T, H, d).swapaxes(1, 2)
+            raise ValueError(f"{name}: expected shape {wanted} in layout {layout}, got {y.shape}")
+        return from_layout(layout, y, shape)
 
-    def _has_layout(self, case, name):
-        """Whether an array is (B, heads, tokens or slots, channels) and the layout is another than that."""
+    def _layout_of(self, case, name):
+        """The layout of an array that the function has in another one than we, else "".
+
+        Only what is (B, heads, tokens or slots, channels) has a layout, and a state (B, heads, dk, dv).
+        """
         module = case.module
         schema = module.INPUTS | getattr(module, "STEPS", {}) | module.OUTPUTS
         axes = parse(schema.get(name) or schema.get(name[1:], "")).axes
-        return self.layout != "BHTD" and [a[0] for a in axes[:2] + axes[3:]] == ["B", "H", "d"] and axes[2][0] != "d"
+        kinds = [axis[0] for axis in axes]
+        if kinds == ["B", "H", "d", "d"] and STATES & {name, name[1:]}:
+            return self.state_layout.removeprefix(STATE_LAYOUTS[0])
+        is_tokens = kinds[:2] + kinds[3:] == ["B", "H", "d"] and kinds[2] != "d"
+        return self.layout.removeprefix(LAYOUTS[0]) if is_tokens else ""
 
     def _taken(self, function, names):
         """The names that function has a parameter for."""
@@ -327,6 +196,22 @@ class Call:
         """The names that function cannot be given."""
         _, any_name = parameters_of(function)
         return [] if any_name else [name for name in names if name not in self._taken(function, names)]
+
+
+def in_layout(layout, x):
+    """An array of ours in a layout of theirs: (B, H, T, d) in BTHD or packed, (B, H, dk, dv) in BHVK."""
+    if layout in STATE_LAYOUTS:
+        return x.swapaxes(2, 3)
+    (B, H, T, d), y = x.shape, x.swapaxes(1, 2)
+    return y.reshape(B, T, H * d) if layout == "packed" else y
+
+
+def from_layout(layout, y, shape):
+    """An array in a layout of theirs in ours, which has this shape."""
+    if layout in STATE_LAYOUTS:
+        return y.swapaxes(2, 3)
+    B, H, T, d = shape
+    return y.reshape(B, T, H, d).swapaxes(1, 2)
 
 
 def parameters_of(function):
@@ -349,58 +234,3 @@ def with_rest(case, found, used):
         rest = case.module.vjp(**{n: 0 * d if n in used else d for n, d in case.cotangents.items()} | case.inputs)
     return {name: (g + rest[name]).astype(g.dtype) if name in rest and g.shape == np.shape(rest[name]) else g
             for name, g in found.items()}
-
-
-# The adapter file
-
-TEMPLATE = '''"""Your implementation of {variant} as attention_ref calls it: {title}
-
-    attention-ref verify {variant} --impl adapter:run --dtype float32{backward_option}
-
-With --backend torch, jax or cupy the arrays are of that library. A parameter that you do not need may go; one named
-like a size ({sizes}) gets it. Where yours cannot do what is asked, raise
-NotImplementedError("why"): the case counts as unsupported. This file runs as it is, with the NumPy reference in place
-of yours.
-
-Conventions:
-{conventions}
-"""
-from attention_ref import {variant} as yours              # your module
-
-
-def run({inputs}):
-    """Returns {outputs},
-    as a tuple in this order, or the first only.
-
-{arguments}
-
-    An axis with ? may be 1, and leading ones may be missing.
-    """
-    return yours.dense({passed})
-'''
-BACKWARD = '''
-
-def backward({cotangents}, {inputs}):
-    """Returns a dict of the gradients {gradients}; {cotangents} are shaped like the outputs."""
-    return yours.vjp({cotangents}, {passed})
-'''
-
-
-def template(case):
-    """The text of adapter.py: a function of the arguments of the variant of a golden case, to be filled."""
-    module = case.module
-    words = dict(
-        variant=case.variant, title=title(module),
-        sizes=", ".join(case.sizes),
-        conventions="\n".join(f"    {name}: {text}" for name, text in module.CONVENTIONS.items()),
-        inputs=", ".join(module.INPUTS), passed=", ".join(f"{name}={name}" for name in module.INPUTS),
-        outputs=", ".join(f"{name} ({text.replace(' ', ', ')})" for name, text in module.OUTPUTS.items()),
-        arguments="\n".join(f"    {name:16}{_described(name, text)}" for name, text in module.INPUTS.items()),
-        cotangents=", ".join("d" + name for name in module.OUTPUTS), gradients=", ".join(case.gradients),
-        backward_option=" --vjp adapter:backward" if case.gradients else "")
-    return (TEMPLATE + BACKWARD * bool(case.gradients)).format(**words)
-
-
-def _described(name, text):
-    """Shape or kind of an argument, and what it is."""
-    return f"{text or 'number':28}{NAMES[name].meaning}"
