@@ -144,6 +144,16 @@ def tokens(x):
     return [np.s_[:, :, t:t + 1] for t in range(x.shape[2])]
 
 
+def softplus(x):
+    """log(1 + exp(x)), without overflow."""
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.maximum(x, -x)))
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x)), without overflow; its derivative is sigmoid(x) sigmoid(-x)."""
+    return np.exp(-softplus(-x))
+
+
 def decay_between(a):
     """Gates a (..., T, n) -> (..., T, T, n): entry i, j is a_{j+1} ... a_i, 1 on the diagonal, 0 for j > i.
 
@@ -161,6 +171,26 @@ def decay_between(a):
 def decayed(q, d, k):
     """q_i d_ij k_j^T for all pairs (..., T, T), d (..., T, T, n or 1) as `decay_between` gives it."""
     return (q[..., None, :] * d * k[..., None, :, :]).sum(-1)
+
+
+def scan(a, w, s):
+    """S_0 ... S_T (B, H, T + 1, ...) of S_t = a_t S_{t-1} + w_t from S_0 = s; a and w (B, H, T, ...) broadcast."""
+    s = [s]
+    for t in range(w.shape[2]):
+        s.append(a[:, :, t] * s[t] + w[:, :, t])
+    return np.stack(s, axis=2)
+
+
+def scan_back(a, dw, ds):
+    """dS_0 ... dS_T (B, H, T + 1, ...) of a scan, for cotangents dw (B, H, T, ...) of S_1 ... S_T and ds more of S_T.
+
+    dS_t = dw_t + a_{t+1} dS_{t+1}: the VJP of `scan`. The gradient of w_t is dS_t, that of a_t is dS_t S_{t-1}.
+    """
+    ds = [ds]
+    for t in reversed(range(dw.shape[2])):
+        ds[-1] = ds[-1] + dw[:, :, t]
+        ds.append(a[:, :, t] * ds[-1])
+    return np.stack(ds[::-1], axis=2)
 
 
 def solve_unit_lower(n, r):
@@ -198,11 +228,11 @@ def _warn_once():
 def per_head(inputs, outputs):
     """Lift a scalar loop over one head to whole arrays, as the two schemas say.
 
-    The loop receives every argument without its B and H axes (an Hkv axis is read at h // (Hq/Hkv), a B? or H? axis of
-    size 1 at 0) and returns one array per output; of one with an Hkv axis the first head of each group is kept. Where
-    the first output has no head axis ("B T D") the loop sees all heads of one batch entry. It is compiled for float32,
-    float64 and complex128, and runs as plain Python on every other number system. Heads are independent and run in
-    threads when compiled.
+    The loop receives every argument without its B and H axes (an Hkv axis is read at h // (Hq/Hkv), a G axis at
+    h // (H/G), a B? or H? axis of size 1 at 0) and returns one array per output; of one with an Hkv axis the first head
+    of each group is kept. Where the first output has no head axis ("B T D") the loop sees all heads of one batch entry.
+    It is compiled for float32, float64 and complex128, and runs as plain Python on every other number system. Heads are
+    independent and run in threads when compiled.
     """
     grid = [axis for axis in parse(next(iter(outputs.values()))).axes if axis in GRID]
 

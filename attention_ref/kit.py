@@ -197,6 +197,35 @@ def of_another_head(mask, B, H):
     return np.broadcast_to(mask, (B, H) + mask.shape[2:])[(h * B + b) // H, h]
 
 
+# Mistakes of recurrences, whose tokens are x[name] for some names, with a state from initial_state to final_state
+
+def chunked(x, names, one, carry=lambda part, new: new):
+    """o and the state of one(part) chunk by chunk, the next of which starts from carry(part, new)."""
+    o, s = [], x["initial_state"]
+    for start in range(0, max(1, x[names[0]].shape[2]), x["chunk_size"]):
+        part = x | {name: x[name][:, :, start:start + x["chunk_size"]] for name in names} | {"initial_state": s}
+        y, new = one(part)
+        o.append(y)
+        s = carry(part, new)
+    return np.concatenate(o, axis=2), s
+
+
+def time_first(x, names, form):
+    """The form on arrays (B, H, T, ...) whose bytes are read and written as (B, T, H, ...)."""
+    def as_read(a):
+        B, H, T = a.shape[:3]
+        return a.reshape(B, T, H, *a.shape[3:]).swapaxes(1, 2)
+    o, s = form(**x | changed(x, names, as_read))
+    return o.swapaxes(1, 2).reshape(o.shape), s
+
+
+def transposed_state(x, form):
+    """The form on states (..., dk, dv) whose bytes are read and written as (..., dv, dk)."""
+    s = x["initial_state"]
+    o, new = form(**x | {"initial_state": s.reshape(*s.shape[:-2], *s.shape[:-3:-1]).swapaxes(-1, -2)})
+    return o, new.swapaxes(-1, -2).reshape(new.shape)
+
+
 # What mistakes give
 
 def with_o(y, o):

@@ -33,7 +33,7 @@ class Name(NamedTuple):
 
 AXES = dict(B="batch", H="head", Hq="head", Hkv="kv head", Tq="query", Tk="key", T="token", P="cached key", W="slot",
             R="row", M="block", L="round", dk="channel", dv="channel", D="feature", Dq="feature", Dz="feature",
-            N="node", E="edge")
+            G="group", N="node", E="edge")
 
 NAMES = dict(
     q=Name("queries", draw=lambda s: 3 * tab(s, 3, 1), torch="query", jax="query", onnx="Q", fla="q"),
@@ -155,6 +155,24 @@ NAMES = dict(
     transform=Name("(I + N)^{-1} diag(beta), from errors to writes; N holds how the keys of tokens meet"),
     writes=Name("what each token writes at its key"),
     removed=Name("what each token reads with its removal key"),
+    dt=Name("step size of each token, after softplus and limits", "> 0; 0 leaves the state alone",
+            draw=lambda s: tab(s, 6, 5) / 2 + 0.5, fla="dt"),
+    A=Name("continuous decay per head: the gate is exp(dt A)", "< 0", draw=lambda s: tab(s, 2, 9) - 0.875, fla="A"),
+    B=Name("what each token writes with, the keys of its group of heads", draw=lambda s: 2 * tab(s, 5, 2), fla="B"),
+    C=Name("what each token reads with, the queries of its group of heads", draw=lambda s: 2 * tab(s, 3, 1), fla="C"),
+    D=Name("weight per head of the token's own x in its output", draw=lambda s: 2 * tab(s, 7, 4), fla="D"),
+    w_in=Name("projection to z, to x, B and C, and to dt, side by side", draw=lambda s: tab(s, 5, 2) / 2),
+    conv_weight=Name("taps of the causal convolution of each channel, the last for the current token",
+                     draw=lambda s: 2 * tab(s, 8, 3), onnx="weight", fla="conv weight (F, 1, W + 1)"),
+    conv_bias=Name("bias of the convolution", draw=lambda s: tab(s, 3, 7), onnx="bias"),
+    conv_state=Name("what the convolution saw of the last W tokens, the oldest first", draw=lambda s: tab(s, 9, 5),
+                    onnx="past_state"),
+    final_conv_state=Name("conv_state after the last token", onnx="present_state"),
+    dt_bias=Name("added to dt before its softplus", draw=lambda s: tab(s, 4, 9), fla="dt_bias"),
+    A_log=Name("log(-A)", draw=lambda s: tab(s, 2, 9), fla="A_log"),
+    norm_weight=Name("weight of each channel after the norm", draw=lambda s: tab(s, 7, 4) + 1),
+    dt_min=Name("dt is at least this", ">= 0", fla="dt_limit[0]"),
+    dt_max=Name("dt is at most this", "> dt_min, inf allowed", fla="dt_limit[1]"),
     scores=Name("scale * q k^T"),
     capped=Name("scores after the soft cap"),
     biased=Name("capped scores plus bias: what is masked and exponentiated"),

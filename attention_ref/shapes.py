@@ -3,7 +3,7 @@
     "B H Tq dk"              floating array; equal letters are equal sizes everywhere in a call
     "bool B? H? Tq? Tk?"     boolean array; an axis with ? may be 1, and leading ones may be missing (broadcasting)
     "int B"                  integer array
-    "D H*dk"                 an axis whose size is a product
+    "D H*dk+1"               an axis whose size is a product, or a sum of such
     ""                       a number
     "int" "int =H" "int >=1" an integer; an integer equal to the size H; one that is not below 1
     "optional >0"            a finite number above 0, or None
@@ -13,11 +13,14 @@
     "optional", "optional str", "optional H"     None is allowed
 """
 import functools
+import re
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 GRID = "B", "H", "Hq", "Hkv"                             # the axes over which a loop is lifted
+GROUPED = dict(Hkv="Hq", G="H")                          # head h of H reads group h // (H / G)
 KINDS = {"bool": "b", "int": "iu", "float": "fcVO", "str": "U"}              # V is bfloat16, O are balls
 
 
@@ -112,28 +115,42 @@ def _bind(name, spec, shape, found):
         if may_be_1 and size == 1:
             continue
         if size != _solve(axis, size, found):
-            known = ", ".join(f"{a} = {found[a]}" for a in axis.split("*") if a in found)
+            known = ", ".join(f"{a} = {found[a]}" for a in dict.fromkeys(symbols(axis)) if a in found)
             raise ValueError(f"{name}: expected shape ({', '.join(spec.axes)}) with {known}, got {shape}")
 
 
 def _check_groups(found):
-    Hq, Hkv = found.get("Hq"), found.get("Hkv")
-    if None not in (Hq, Hkv) and Hq != Hkv * (Hq // max(1, Hkv)):
-        raise ValueError(f"q: expected a number of heads that is a multiple of the {Hkv} kv heads, got {Hq}")
+    for (few, many), (name, what) in zip(GROUPED.items(), (("q", "kv heads"), ("x", "groups"))):
+        groups, heads = found.get(few), found.get(many)
+        if None not in (groups, heads) and heads != groups * (heads // max(1, groups)):
+            wanted = f"a number of heads that is a multiple of the {groups} {what}"
+            raise ValueError(f"{name}: expected {wanted}, got {heads}")
 
 
 def _solve(axis, size, found):
-    """The size axis must have; a symbol seen for the first time takes what makes the axis fit."""
-    known, free = 1, None
-    for symbol in axis.split("*"):
-        if symbol in found:
-            known *= found[symbol]
+    """The size axis must have; a symbol seen for the first time takes what makes the axis fit. None if nothing does."""
+    rest, known, free = size, 1, None
+    for term in axis.split("+"):
+        unknown = [s for s in symbols(term) if s not in found]
+        factor = size_of("*".join(s for s in term.split("*") if s not in unknown) or "1", found)
+        if unknown:
+            known, free = factor, unknown[-1]
         else:
-            free = symbol
-    if free and known and size % known == 0:
-        found[free] = size // known
+            rest -= factor
+    if free and known and rest >= 0 and rest % known == 0:
+        found[free] = rest // known
         return size
-    return known
+    return None if free else size - rest
+
+
+def symbols(axis):
+    """The symbols of an axis, in order: H and dk of "H*dk+1"."""
+    return re.findall("[A-Za-z]+", axis)
+
+
+def size_of(axis, n):
+    """The size of an axis for sizes n of its symbols."""
+    return sum(prod(n[s] if s in n else int(s) for s in term.split("*")) for term in axis.split("+"))
 
 
 def expand(text, x, n, grid):
@@ -149,8 +166,7 @@ def expand(text, x, n, grid):
 def head(text, x, place, n, dtype):
     """What one place of the grid (axis -> index) sees of x: no B and head axes, floats in the number system dtype."""
     axes = parse(text).axes
-    if "Hq" in place:
-        place = place | {"Hkv": place["Hq"] * n.get("Hkv", 1) // n["Hq"]}
+    place = place | {few: place[many] * n.get(few, 1) // n[many] for few, many in GROUPED.items() if many in place}
     if axes and x is not None:
         x = x[tuple(min(place[a], size - 1) if a in place else slice(None) for a, size in zip(axes, x.shape))]
     is_number = isinstance(x, (float, np.ndarray, np.generic)) and np.asarray(x).dtype.kind in "fc"

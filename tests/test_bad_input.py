@@ -2,7 +2,6 @@
 import json
 import re
 import shutil
-from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 from attention_ref import check, diagnose, load_cases, sdpa, variants
 from attention_ref.conformance import cases, report
 from attention_ref.conformance.implementations import judge, run
-from attention_ref.shapes import parse
+from attention_ref.shapes import parse, size_of, symbols
 
 FORMS = {f"{name}.{form.__name__}": (name, form) for name, module in variants().items() for form in module.FORMS}
 ALL_FORMS = pytest.mark.parametrize("form", FORMS)
@@ -116,15 +115,15 @@ def full_rank(case, name):
 def bound_axes(case):
     """(argument, axis number, size) of every axis whose size another array determines too."""
     axes = {name: parse(text).axes for name, text in case.module.INPUTS.items()}
-    sizes = {axis: prod(case.sizes[symbol] for symbol in axis.split("*")) for name in axes for axis in axes[name]}
+    sizes = {axis: size_of(axis, case.sizes) for name in axes for axis in axes[name]}
     holders = {}
     for name in given(case):
         for axis, size in zip(axes[name], full_rank(case, name).shape):
-            for symbol in axis.split("*") if size == sizes[axis] else ():
+            for symbol in symbols(axis) if size == sizes[axis] else ():
                 holders.setdefault(symbol.replace("Hq", "Hkv"), set()).add(name)        # Hq is a multiple of Hkv
     for name in given(case):
         for i, axis in enumerate(axes[name]):
-            if set().union(*(holders[symbol] for symbol in axis.replace("Hq", "Hkv").split("*"))) - {name}:
+            if set().union(*(holders[symbol] for symbol in symbols(axis.replace("Hq", "Hkv")))) - {name}:
                 yield name, i, sizes[axis]
 
 

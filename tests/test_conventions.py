@@ -150,6 +150,14 @@ def test_verify_in_another_reading(verify):
     assert "right under" not in out and "no known mistake matches" in out
 
 
+def test_where_a_convention_leaves_outputs_only_is_said(verify):
+    said = r"^no steps and no gradients are known under this convention in (.*)$"
+    out = verify("uniform", "--convention", "empty_row=uniform")[1]
+    moved = [case.name for case, _ in read("sdpa", "empty_row", "uniform") if case.steps or case.gradients]
+    assert re.search(said, out, re.M)[1] == ", ".join(moved) and "causal_tall" in moved
+    assert not re.search(said, verify("ours")[1], re.M)
+
+
 def test_a_run_that_differs_by_a_convention_is_told_so(verify):
     code, out = verify("uniform")
     assert code == 1 and "right under another convention: --convention empty_row=uniform\n" in out

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import variants
+from ..names import NAMES
 from . import cases
 from .diagnosis import mistakes, wrong_outputs
 from .numbers import TINY, UNIT, Numbers, cast, conditioning, round_to
@@ -134,7 +135,7 @@ def draw(n):
         key_block=16 if n % 4 < 2 else 64))
 
 
-SIGN = dict(log_decay=-1, beta=1, removal_rate=1)
+SIGNED = {">": np.abs, "0": np.abs, "<": lambda x: -np.abs(x)}         # by the first letter of a domain: "0..2", "<= 0"
 
 
 @cache
@@ -149,20 +150,20 @@ def redraw(variant, n):
     for name, x in case.inputs.items():
         if isinstance(x, np.ndarray) and x.dtype.kind == "f":
             size = max(0.5, np.max(np.abs(x), where=np.isfinite(x), initial=0) / 2)
-            new = size * random.normal(size=x.shape)
-            new = SIGN[name] * np.abs(new) if name in SIGN else new
-            x = np.where(np.isfinite(x), round_to(new, "bfloat16"), x)
+            drawn = SIGNED.get(NAMES[name].domain[0], np.positive)(size * random.normal(size=x.shape))
+            x = np.where(np.isfinite(x), round_to(drawn, "bfloat16"), x)
         inputs[name] = x
-    return solved(f"draw {n}", case.name, inputs, variant)
+    every = [form for name, form in cases.forms(case.module).items() if name != "loop"]
+    return solved(f"draw {n}", case.name, inputs, variant, every)
 
 
-def solved(name, why, inputs, variant="flash"):
-    """The case of a variant with these inputs; K of its definition, and of dense where that is a recurrence."""
-    forms = cases.forms(variants()[variant])
-    definition = next(iter(forms.values()))
-    exact = {o: y.astype(np.float64) for o, y in definition(**cast(inputs, "longdouble")).items()}
-    K = conditioning(dict.fromkeys((definition, forms.get("dense", definition))), inputs)
-    return cases.Case(variant, name, why, {}, {}, inputs, exact, conditioning=K)
+def solved(name, why, inputs, variant="flash", forms=None):
+    """The case of a variant with these inputs; K from noisy runs of the forms, of the definition alone if not given."""
+    module = variants()[variant]
+    dense = cases.named(module.FORMS[0], module.OUTPUTS)
+    exact = {o: y.astype(np.float64) for o, y in dense(**cast(inputs, "longdouble")).items()}
+    return cases.Case(variant, name, why, {}, {}, inputs, exact,
+                      conditioning=conditioning(forms or [dense], inputs))
 
 
 # What is measured of them, and of mistakes

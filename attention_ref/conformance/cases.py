@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import variants
 from ..names import INERT, NAMES, draw_cotangent
-from ..shapes import parse
+from ..shapes import parse, size_of
 from . import numbers, tensors
 from .schema import validated
 
@@ -119,7 +119,7 @@ def draw_case(module, name):
 
 def shape_of(text, sizes):
     """The sizes of a schema string's axes."""
-    return tuple(int(np.prod([sizes[s] for s in axis.split("*")])) for axis in parse(text).axes)
+    return tuple(size_of(axis, sizes) for axis in parse(text).axes)
 
 
 def title(module):

@@ -5,7 +5,7 @@ from textwrap import fill, indent
 
 import numpy as np
 
-from .conventions import CONVENTIONS, read_so_by, right_under, rows, spelt
+from .conventions import CONVENTIONS, outputs_only, read_so_by, right_under, rows, spelt
 from .cases import load_cases, sentences
 from .verify import FACTOR, types_of
 
@@ -119,7 +119,7 @@ def ambiguous(finding, results):
 
 
 def scope(results, absent):
-    """A line that says which outputs were judged, in how many of the cases; none if nothing was."""
+    """Lines that say which outputs were judged, in how many of the cases, and where no more is; none if nothing was."""
     found, by_count = Counter(c.name for r in results for c in r.comparisons), {}
     for name, count in found.items():
         by_count.setdefault(count, []).append(name)
@@ -128,8 +128,10 @@ def scope(results, absent):
     counts = " and ".join(f"{', '.join(names)} in {count}" for count, names in by_count.items())
     missing = [name for name in dict.fromkeys(name for r in results for name in r.case.outputs) if name not in found]
     gradients = {name for r in results for name in r.case.gradients}
+    moved = [r.case.name for r in results if outputs_only(r.case)]
     return [f"judged: {counts} of {len(results)} cases" + f"; not returned: {', '.join(missing)}" * bool(missing)
-            + f"; gradients {absent}" * bool(gradients and not gradients & set(found))]
+            + f"; gradients {absent}" * bool(gradients and not gradients & set(found)),
+            *[f"no steps and no gradients are known under this convention in {', '.join(moved)}"] * bool(moved)]
 
 
 def distribution(results):

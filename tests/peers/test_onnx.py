@@ -17,7 +17,7 @@ from attention_ref import check, kv_cache, load_cases, sdpa
 from attention_ref.conformance.numbers import conditioning
 from attention_ref.conformance.verify import compare
 
-ALL = {case.name: case for case in onnx.backend.test.case.node._NodeTestCases if "_attention" in case.name}
+ALL = {case.name: case for case in onnx.backend.test.case.node._NodeTestCases if case.name.startswith("test_attention")}
 CASES = {name: case for name, case in ALL.items() if case.model.graph.node[0].op_type == "Attention"}
 VARIANTS = dict(gqa=onnx_attention.by_gqa, masked=onnx_attention.by_masked, kv_cache=onnx_attention.by_kv_cache)
 NOT_APPLICABLE = {}                                      # name -> why our variants cannot say it
