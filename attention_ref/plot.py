@@ -15,13 +15,18 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib.bezier import BezierSegment
+from matplotlib.collections import EllipseCollection
 from matplotlib.colors import ListedColormap, to_rgba_array
 from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyArrowPatch
+from matplotlib.path import Path as Curve
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 PALE = ListedColormap(0.4 * to_rgba_array(COLOURS)[:, :3] + 0.6)  # the same, light enough to be written on
 MARKERS = "osD^vPX"
 LARGEST_FIGURE = 100_000  # bytes
+NODE = 0.15  # radius of the nodes of a graph
 FONT = "font-family: 'DejaVu Sans', 'Verdana', sans-serif;"  # as every text of an SVG repeats it
 
 matplotlib.rcParams.update({
@@ -133,6 +138,48 @@ def group_map(axis, groups, text, title=None, *, labels=("column", "row")):
         axis.text(j, i, word, ha="center", va="center", fontsize=7)
     _label(axis, groups.shape, title, labels)
     return image
+
+
+def graph(axis, places, source, target, weights, title=None):
+    """Draw nodes at places (N, 2), a unit or more apart, and an arrow from source to target (E,) for every edge.
+
+    weights (E,), 0 to 1, are the colour and the width of an arrow, and written on it. Edges that share their ends are
+    bent apart. ValueError for lists of edges that are not equally long, and for a weight outside 0 to 1.
+    """
+    if not np.shape(source) == np.shape(target) == np.shape(weights):
+        raise ValueError(f"one weight for every edge: got {np.shape(source)}, {np.shape(target)}, {np.shape(weights)}")
+    places, weights, colours = np.asarray(places, float), np.asarray(weights, float), matplotlib.colormaps["viridis_r"]
+    _require_weights(weights)
+    axis.add_collection(EllipseCollection([2 * NODE], [2 * NODE], [0], units="xy", offsets=places, facecolors="white",
+                                          edgecolors="black", offset_transform=axis.transData, zorder=3))
+    for number, place in enumerate(places):
+        axis.text(*place, str(number), ha="center", va="center", zorder=4)
+    ends = [Circle(place, NODE, transform=axis.transData) for place in places]
+    seen, pairs = [places - NODE, places + NODE], list(zip(source, target))
+    for e, ((j, i), p) in enumerate(zip(pairs, weights)):
+        bend = 0.3 + 0.45 * pairs[:e].count((j, i))
+        curve = _curve(places, j, i, bend)
+        line = dict(path=Curve(curve, [Curve.MOVETO] + 3 * [Curve.CURVE4])) if i == j else dict(
+            posA=places[j], posB=places[i], connectionstyle=f"arc3,rad={bend:.2f}", patchA=ends[j], patchB=ends[i])
+        axis.add_patch(FancyArrowPatch(**line, arrowstyle="-|>", mutation_scale=9, shrinkA=1, shrinkB=1,
+                                       color=colours(0.2 + 0.8 * p), linewidth=0.8 + 2 * p))
+        axis.text(*BezierSegment(curve)(0.4), f"{p:.2f}", ha="center", va="center", fontsize=7,
+                  bbox=dict(facecolor="white", edgecolor="none", pad=0.6))
+        seen.append(BezierSegment(curve)(np.linspace(0, 1, 9)))
+    low, high = np.concatenate(seen).min(0) - 0.15, np.concatenate(seen).max(0) + 0.15
+    axis.set(title=title, aspect="equal", xlim=(low[0], high[0]), ylim=(low[1], high[1]))
+    axis.set_axis_off()
+
+
+def _curve(places, j, i, bend):
+    """Control points of the arrow from node j to node i: three between centres, four of a loop away from the middle."""
+    right = np.array([[0.0, -1.0], [1.0, 0.0]])
+    if i != j:
+        return np.stack([places[j], (places[j] + places[i]) / 2 + bend * (places[i] - places[j]) @ right, places[i]])
+    out = places[j] - places.mean(0)
+    out = out / (np.hypot(*out) or 1)
+    steps = NODE * np.array([[0.8, -0.8], [2.5 + 4 * bend, -2.5], [2.5 + 4 * bend, 2.5], [0.8, 0.8]])
+    return places[j] + steps @ np.stack([out, out @ right])
 
 
 def lines(axis, x, curves, x_label, y_label, title=None):

@@ -320,6 +320,21 @@ def test_mask_map_is_dark_where_keys_may_be_attended():
         plot.mask_map(axis, np.tri(3))
 
 
+def test_graph_draws_an_arrow_and_its_weight_for_every_edge():
+    _, axis = plot.subplots()
+    source, target, weights = [0, 1, 0, 2], [1, 0, 1, 2], [0.25, 1.0, 0.75, 0.5]        # two parallel, a loop
+    plot.graph(axis, [(0, 0), (1, 0), (0, 1)], source, target, weights, "Three nodes")
+    assert len(axis.patches) == 4 and axis.get_title() == "Three nodes"
+    assert [text.get_text() for text in axis.texts] == ["0", "1", "2", "0.25", "1.00", "0.75", "0.50"]
+    written = {text.get_position() for text in axis.texts}
+    assert len(written) == 7
+    assert all(axis.viewLim.contains(*place) for place in written)
+    with pytest.raises(ValueError, match="one weight for every edge"):
+        plot.graph(axis, [(0, 0), (1, 0)], [0], [1], [0.5, 0.5])
+    with pytest.raises(ValueError, match="not 0 to 1"):
+        plot.graph(axis, [(0, 0), (1, 0)], [0], [1], [1.5])
+
+
 def test_lines_differ_in_colour_and_marker():
     _, axis = plot.subplots()
     plot.lines(axis, [2, 4], {"dense": [4, 16], "linear": [2, 4]}, "tokens T", "multiply-adds")
