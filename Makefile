@@ -19,7 +19,7 @@ verify: .venv/installed-core
 	@$(BIN)/attention-ref verify $(ARGS)
 
 test: .venv/installed-test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 golden: .venv/installed-golden
 	@$(BIN)/attention-ref golden $(ARGS)

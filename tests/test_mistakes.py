@@ -1,13 +1,14 @@
 """Every named mistake is caught by a golden case, by a wide margin, and named from what a port with it would give."""
+import numpy as np
 import pytest
 
 from attention_ref import diagnose, load_cases, sdpa, variants
 from attention_ref.conformance import suite
-from attention_ref.conformance.diagnosis import (distance, golden_cases, golden_mistake, mistakes, port_outputs,
-                                                 wrong_outputs)
+from attention_ref.conformance.diagnosis import (diagnose_all, distance, golden_cases, golden_mistake, mistakes,
+                                                 port_outputs, wrong_outputs)
 from attention_ref.conformance.golden import caught
 from attention_ref.conformance.implementations import judge
-from attention_ref.conformance.verify import check
+from attention_ref.conformance.verify import check, tolerance
 
 MISTAKES = [(name, slug) for name, module in variants().items() for slug in mistakes(module)]
 IDS = [f"{variant}-{slug}" for variant, slug in MISTAKES]
@@ -58,6 +59,23 @@ def test_mistakes_run_on_every_case(variant):
     for case in golden_cases(variant).values():
         for slug in mistakes(case.module):
             assert set(golden_mistake(variant, case.name, slug, "float32")) <= set(case.expected), slug
+
+
+def coarse(case, budgets):
+    """The right outputs of a case, every finite number up to so many budgets of float32 off."""
+    random, outputs = np.random.default_rng(1), {}
+    for name, y in case.outputs.items():
+        with np.errstate(invalid="ignore"):
+            off = random.uniform(-budgets, budgets, y.shape) * tolerance(y, case.conditioning[name], "float32")
+        outputs[name] = (y + np.where(np.isfinite(off), off, 0)).astype(np.float32)
+    return check(case, outputs, "float32")
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_coarse_arithmetic_is_no_mistake(variant):
+    """A right formula whose sums lose digits everywhere is wrong and nameless."""
+    results = [coarse(case, 1000) for case in golden_cases(variant).values()]
+    assert any(r.failed for r in results) and not diagnose_all(results).findings
 
 
 def in_types(**slugs):

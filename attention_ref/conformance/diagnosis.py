@@ -256,7 +256,8 @@ def _match(got, wrong, K, dtype, accumulate):
 def bearing(result, slug, accumulate=None):
     """What the outputs of a result say of a mistake: 1 they are its own, -1 they are not, 0 they may be.
 
-    They may be where right outputs lie within the budget around the mistake too. None where it gets the case right.
+    They may be where right outputs lie within the budget around the mistake too, unless they are as wrong as it is.
+    None where it gets the case right.
     """
     if not _touches(slug, result):
         return None
@@ -265,7 +266,18 @@ def bearing(result, slug, accumulate=None):
         return 1 if far == 0 else -1
     case, seen = result.case, frozenset(result.outputs)
     near = _near_truth(case.variant, case.name, slug, result.dtype, accumulate, seen, result.used)
-    return 0 if near else 1
+    return 0 if near and not _as_wrong(result, slug) else 1
+
+
+def _as_wrong(result, slug):
+    """Whether a result and a mistake that loses digits err alike: by far, and by less than what is still right."""
+    case, pairs = result.case, _pairs(result, slug)
+    own = check(case, {name: y for name, (_, y) in pairs.items()}, result.dtype).score
+    if not 10 <= min(own, result.score) <= max(own, result.score) <= 10 * min(own, result.score) < np.inf:
+        return False
+    K = _conditioning(case.variant, case.name, slug, result.used)
+    budgets = {name: tolerance(y, K[name], result.dtype) for name, (_, y) in pairs.items()}
+    return all(np.max(budgets[name], initial=0) < np.abs(y).max(initial=0) / 16 for name, (_, y) in pairs.items())
 
 
 def _touches(slug, result, dtype=None):

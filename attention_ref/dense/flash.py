@@ -57,9 +57,9 @@ def tile(mask, i, j):
     return mask[..., np.minimum(i, mask.shape[-2] - 1)[:, None], np.minimum(j, mask.shape[-1] - 1)]
 
 
-def tiled_sizes(arguments):
+def tiled_sizes(schema, arguments):
     """The sizes of a call in which mask may be a function; raises ValueError as `sizes` does."""
-    return sizes(INPUTS, arguments | dict(mask=True) if callable(arguments["mask"]) else arguments)
+    return sizes(schema, arguments | dict(mask=True) if callable(arguments["mask"]) else arguments)
 
 
 def finite(m):
@@ -69,7 +69,7 @@ def finite(m):
 
 def online(q, k, v, mask=True, sink=-np.inf, *, scale, query_block=64, key_block=64):
     """As dense, tile by tile in O(Tq + Tk) memory; mask may be a function (see `tile`)."""
-    n = tiled_sizes(locals())
+    n = tiled_sizes(INPUTS, locals())
     out, lse = np.zeros((*q.shape[:3], n["dv"]), q.dtype), np.zeros(q.shape[:3], q.dtype)
     for i in tiles(n["Tq"], query_block):
         m, z, o = per_row(sink, q), 1.0, 0.0
@@ -116,7 +116,7 @@ def parts(q, k, v, keep, sink, scale, key_block):
 
 def split(q, k, v, mask=True, sink=-np.inf, *, scale, query_block=64, key_block=64):
     """As dense: each tile of keys on its own, as parallel workers do it, then merged; mask as for `online`."""
-    n = tiled_sizes(locals())
+    n = tiled_sizes(INPUTS, locals())
     out, lse = np.zeros((*q.shape[:3], n["dv"]), q.dtype), np.zeros(q.shape[:3], q.dtype)
     for i in tiles(n["Tq"], query_block):
         keep = tile(mask, i, np.arange(n["Tk"]))
@@ -178,7 +178,7 @@ def vjp(do, dlse, q, k, v, mask=True, sink=-np.inf, *, scale, query_block=64, ke
 
     The forward keeps o and lse, and the backward computes every tile of p anew; mask as for `online`.
     """
-    sizes(INPUTS | cotangents(OUTPUTS), locals())
+    tiled_sizes(INPUTS | cotangents(OUTPUTS), locals())
     options = dict(scale=scale, query_block=query_block, key_block=key_block)
     o, lse = online(q, k, v, mask, sink, **options)
     D, lse = (do * o).sum(-1) - dlse, for_backward(lse)
