@@ -58,7 +58,7 @@ def test_honest_runs_stay_within_on_draws_of_every_variant(variant):
         runs = budget.honest_draws(variant, dtype, range(10 * i, 10 * i + 10))
         worst = max(runs, key=budget.score)
         assert worst.score <= 1, f"{worst.what} on {worst.case} in {dtype} scores {worst.score:.3g}"
-        assert worst.score > 0.2 and len(runs) >= 10 * len(budget.ways(dtype))
+        assert worst.score > 0.05 and len(runs) >= 10 * len(budget.ways(dtype))
         assert worst.score < DRAWN[variant][i] + 0.1, STALE
 
 
