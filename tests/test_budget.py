@@ -53,12 +53,12 @@ def test_honest_runs_stay_within_on_random_draws(dtype):
 @pytest.mark.skipif(not WIDER, reason="nothing is known of a draw beyond float64")
 @pytest.mark.parametrize("variant", variants())
 def test_honest_runs_stay_within_on_draws_of_every_variant(variant):
-    """40 draws, a quarter of them in each type; the page is made of 200 in every type."""
+    """200 draws, a quarter of them in each type; the page is made of all in every type."""
     for i, dtype in enumerate(DTYPES):
-        runs = budget.honest_draws(variant, dtype, range(10 * i, 10 * i + 10))
+        runs = budget.honest_draws(variant, dtype, range(50 * i, 50 * i + 50))
         worst = max(runs, key=budget.score)
         assert worst.score <= 1, f"{worst.what} on {worst.case} in {dtype} scores {worst.score:.3g}"
-        assert worst.score > 0.05 and len(runs) >= 10 * len(budget.ways(dtype))
+        assert worst.score > 0.2 and len(runs) >= 50 * len(budget.ways(dtype))
         assert worst.score < DRAWN[variant][i] + 0.1, STALE
 
 
