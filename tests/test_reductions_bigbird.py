@@ -1,6 +1,7 @@
 """Blocks and hash buckets: who becomes whom, how selections are made, and work in proportion to what is selected."""
 import numpy as np
 import pytest
+from watched import rows_read
 
 from attention_ref import bigbird, longformer, masks, reformer, sdpa
 from attention_ref.conformance.numbers import count
@@ -303,30 +304,21 @@ def test_the_work_of_chunks_grows_with_tokens_rounds_and_chunk():
     assert flops(reformer.dense, hashed(512, B=1, H=1, half=8)) > 10 * work(512, 2, 8)
 
 
-class Watched(np.ndarray):
-    """An array that remembers which rows were read."""
-    def __getitem__(self, place):
-        self.rows.append(place[0])
-        return super().__getitem__(place)
-
-
-def rows_read(loop, x, name):
-    """The rows of one argument that the loop over the first head of the first entry reads, in order."""
-    x = {n: a[0, 0] if n in ("q", "k", "v", "qk", "buckets") else a[0] if n in ("random_blocks", "keep") else a
-         for n, a in x.items()}
-    x[name] = x[name].view(Watched)
-    x[name].rows = []
-    loop.__wrapped__(**x)
-    return x[name].rows
+def of_one_head(x):
+    """The arguments of the first head of the first entry."""
+    return {n: a[0, 0] if n in ("q", "k", "v", "qk", "buckets") else a[0] if n in ("random_blocks", "keep") else a
+            for n, a in x.items()}
 
 
 def test_the_loop_over_blocks_reads_what_is_listed_and_nothing_else():
     x = itc(23, b=3, r=2, B=1, H=1)
     mask = bigbird.mask_of(x)[0, 0]
-    assert sorted(rows_read(bigbird.loop, x, "k")) == sorted(j for j in np.nonzero(mask)[1] for _ in range(4))
+    read = rows_read(bigbird.loop, of_one_head(x), "k")
+    assert sorted(read) == sorted(j for j in np.nonzero(mask)[1] for _ in range(4))
 
 
 def test_the_loop_over_chunks_reads_each_value_where_it_is_met():
     x = hashed(23, B=1, H=1, mask=np.tri(23, dtype=bool))
     met = reformer.sets(x)[1][0, 0]
-    assert sorted(rows_read(reformer.loop, x, "v")) == sorted(j for j in np.nonzero(met)[2] for _ in range(5))
+    read = rows_read(reformer.loop, of_one_head(x), "v")
+    assert sorted(read) == sorted(j for j in np.nonzero(met)[2] for _ in range(5))

@@ -1,5 +1,6 @@
 """The ONNX operator Attention (opsets 23 to 25) in the terms of attention_ref: what a node means and must return."""
 import numpy as np
+import onnx_nodes
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
@@ -16,14 +17,8 @@ STEP = "scores", "capped", "biased", "weights"           # what qk_matmul_output
 
 def unpack(case):
     """Inputs, attributes and outputs of a node test case, by name."""
-    node, ((inputs, outputs),) = case.model.graph.node[0], case.data_sets
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    return present(INPUTS, node.input, inputs), attributes, present(OUTPUTS, node.output, outputs)
-
-
-def present(names, used, arrays):
-    """Name of the schema -> array, for those inputs or outputs that a node has."""
-    return dict(zip([name for name, here in zip(names, used) if here], arrays))
+    x, attributes, outputs = onnx_nodes.unpack(case, INPUTS)
+    return x, attributes, onnx_nodes.present(OUTPUTS, case.model.graph.node[0].output, outputs)
 
 
 def heads(x, count):

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 from exact import agrees, changed, without_dlse
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_cases import floating, tensors, with_gradients
 
 from attention_ref import alibi, load_cases, relative_bias, t5
 from attention_ref.core import merge_heads, split_heads
@@ -14,7 +15,6 @@ from attention_ref.masks import causal
 from attention_ref.names import draw, draw_cotangent
 
 ALIBI, RELATIVE, T5 = ({case.name: case for case in load_cases(name)} for name in ("alibi", "relative_bias", "t5"))
-torch.set_num_threads(1)
 
 
 # F.scaled_dot_product_attention with the bias as its float mask
@@ -47,16 +47,11 @@ def expressible(case):
                          ids=lambda case: case.id)
 def test_torch_with_a_bias(case):
     x = case.inputs
-    leaves = {name: torch.from_numpy(y).requires_grad_() for name, y in x.items()
-              if isinstance(y, np.ndarray) and y.dtype.kind == "f"}
+    leaves = tensors(case, floating(case))
     mask = torch.where(torch.from_numpy(x["mask"]), BIAS[case.variant](x, leaves), -torch.inf)
     with sdpa_kernel(SDPBackend.MATH):
         o = functional.scaled_dot_product_attention(leaves["q"], leaves["k"], leaves["v"], mask, scale=x["scale"])
-    found = dict(o=o.detach().numpy())
-    if case.cotangents:
-        o.backward(torch.from_numpy(case.cotangents["do"]))
-        found |= {"d" + name: leaf.grad.numpy() for name, leaf in leaves.items()}
-    assert agrees(without_dlse(case), found)
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), leaves))
 
 
 # transformers: models whose projections give q, k and v

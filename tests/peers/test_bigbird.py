@@ -6,39 +6,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from exact import agrees, without_dlse
+from exact import agrees, without_dlse, without_nan
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_cases import tensors, with_gradients
 
 from attention_ref import bigbird, diagnose, load_cases, reformer
 from attention_ref.names import draw
 
-torch.set_num_threads(1)                                 # small arrays: threads would only wait for each other
 BIGBIRD, REFORMER = ({case.name: case for case in load_cases(variant)} for variant in ("bigbird", "reformer"))
-
-
-def met(golden):
-    """The cases without NaN: others read padding."""
-    return [case for case in golden.values() if not any(np.isnan(x).any() for x in case.inputs.values()
-                                                        if isinstance(x, np.ndarray))]
 
 
 def ids(case):
     return case.id
-
-
-def tensors(case, names):
-    """Inputs of a case as tensors that record gradients."""
-    return {name: torch.from_numpy(case.inputs[name]).requires_grad_() for name in names}
-
-
-def with_gradients(case, o, leaves):
-    """o and the gradients of leaves for the cotangent of the case, as arrays to be checked."""
-    found = dict(o=o.detach().numpy())
-    if case.cotangents:
-        gradients = torch.autograd.grad(o, list(leaves.values()), torch.from_numpy(case.cotangents["do"]))
-        found |= {"d" + name: g.numpy() for name, g in zip(leaves, gradients)}
-    return found
 
 
 def attention(q, k, v, mask, bias, scale):
@@ -49,12 +29,12 @@ def attention(q, k, v, mask, bias, scale):
 
 # BigBird
 
-@pytest.mark.parametrize("case", met(BIGBIRD), ids=ids)
+@pytest.mark.parametrize("case", without_nan(BIGBIRD.values()), ids=ids)
 def test_sdpa_under_the_pattern(case):
     x = tensors(case, "qkv")
     mask = torch.from_numpy(bigbird.mask_of(case.inputs))
     o = attention(*x.values(), mask, torch.zeros((), dtype=torch.float64), case.inputs["scale"])
-    assert agrees(without_dlse(case), with_gradients(case, o, x))
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), x))
 
 
 def block_sparse(case, leaves, training=True, table=None):
@@ -83,7 +63,7 @@ def block_sparse(case, leaves, training=True, table=None):
     return o.transpose(1, 2)[:, :, :T], module.drawn
 
 
-ITC = [without_dlse(case) for case in met(BIGBIRD) if case.inputs["global_tokens"] == 0
+ITC = [without_dlse(case) for case in without_nan(BIGBIRD.values()) if case.inputs["global_tokens"] == 0
        and case.sizes["M"] > 4 and case.sizes["r"] and case.inputs["global_blocks"][[0, -1]].all()]
 SETS = [case for case in ITC if case.name != "listed_again"]
 
@@ -93,7 +73,7 @@ def test_block_sparse_attention(case):
     """As in training, with our random blocks: 0 for a padded query."""
     x = tensors(case, "qkv")
     o, _ = block_sparse(case, x, table=case.inputs["random_blocks"])
-    assert agrees(case, with_gradients(case, o, x))
+    assert agrees(case, with_gradients(case, dict(o=o), x))
 
 
 def test_most_of_bigbird_is_met():
@@ -125,7 +105,7 @@ def test_what_it_draws_in_training_is_free_and_distinct():
 
 # Reformer
 
-@pytest.mark.parametrize("case", [case for case in met(REFORMER) if case.name != "length_0"], ids=ids)
+@pytest.mark.parametrize("case", [case for case in without_nan(REFORMER.values()) if case.name != "length_0"], ids=ids)
 def test_rounds_of_sdpa(case):
     """Every round from scaled_dot_product_attention with log N as a bias, the rounds joined by autograd's own lse."""
     x, inputs = tensors(case, ("qk", "v")), case.inputs
@@ -141,7 +121,7 @@ def test_rounds_of_sdpa(case):
         z.append(torch.where(empty, -1e300, torch.where(seen[:, :, r] | empty[..., None], s, -torch.inf).logsumexp(-1)))
     weights = torch.stack(z).softmax(0)
     o = (weights[..., None] * torch.stack(o)).sum(0)
-    assert agrees(without_dlse(case), with_gradients(case, o, x))
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), x))
 
 
 class Given(torch.nn.Module):

@@ -10,7 +10,7 @@ from attention_ref import check, delta_rule, gated_delta_rule, load_cases
 from attention_ref.conformance.cases import by_name, named
 from attention_ref.conformance.numbers import conditioning
 from attention_ref.conformance.verify import compare
-from attention_ref.core import merge_heads, repeat_heads, split_heads
+from attention_ref.core import merge_heads, split_heads
 
 RULES = dict(delta=delta_rule, gated_delta=gated_delta_rule)
 GOLDEN = [case for module in RULES.values() for case in load_cases(module.__name__.rsplit(".", 1)[1])]
@@ -23,49 +23,20 @@ def closed(case):
 
 # ONNX
 
-onnx_nodes = pytest.importorskip("onnx.backend.test.case.node")
+node_cases = pytest.importorskip("onnx.backend.test.case.node")
 pytest.importorskip("onnx.backend.test.case.node.linear_attention")         # from 1.23 on; its import fills the list
-from onnx import helper
 from onnx.reference.ops.op_linear_attention import LinearAttention
+from onnx_nodes import LINEAR_ATTENTION, recurrent_arguments, rule, unpack
 
-ALL = {case.name: case for case in onnx_nodes._NodeTestCases if case.name.startswith("test_linear_attention")}
-NAMES = "query", "key", "value", "past_state", "decay", "beta"
-
-
-def unpack(case):
-    """Inputs by name, attributes by name, and outputs of a node test case."""
-    node, ((inputs, outputs),) = case.model.graph.node[0], case.data_sets
-    used = [name for name, here in zip(NAMES, node.input) if here]
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    return dict(zip(used, inputs, strict=True)), attributes, outputs
-
-
-def rule(case):
-    """The update rule of a node, or of what an expanded one stands for."""
-    node = case.model.graph.node[0]
-    return unpack(case)[1].get("update_rule", b"gated_delta").decode() if node.op_type == "LinearAttention" else ""
-
-
+ALL = {case.name: case for case in node_cases._NodeTestCases if case.name.startswith("test_linear_attention")}
 CASES = {name: case for name, case in ALL.items() if rule(case) in RULES}
-
-
-def arguments(x, a):
-    """Inputs x and attributes a of a node as those of our variants, the heads of k, v and states repeated for q."""
-    x = {name: y.astype(np.float64) for name, y in x.items()}
-    H, kv = a["q_num_heads"], a["kv_num_heads"]
-    q, k, v = split_heads(x["query"], H), *(split_heads(x[name], kv) for name in ("key", "value"))
-    state = x.get("past_state", np.zeros((len(q), kv, k.shape[3], v.shape[3])))
-    beta = np.broadcast_to(x["beta"], (*x["beta"].shape[:2], kv)).swapaxes(1, 2)
-    gates = dict(log_decay=repeat_heads(split_heads(x["decay"], kv), H)) if "decay" in x else {}
-    return dict(q=q, k=repeat_heads(k, H), v=repeat_heads(v, H), beta=repeat_heads(beta[..., None], H)[..., 0],
-                initial_state=repeat_heads(state, H), scale=a.get("scale", 0.0) or q.shape[3] ** -0.5, **gates)
 
 
 @pytest.mark.parametrize("form", ["recurrent", "dense", "chunkwise", "loop"])
 @pytest.mark.parametrize("name", CASES)
 def test_node_case(name, form):
-    x, a, (o, state) = unpack(CASES[name])
-    module, given = RULES[rule(CASES[name])], arguments(x, a)
+    x, a, (o, state) = unpack(CASES[name], LINEAR_ATTENTION)
+    module, given = RULES[rule(CASES[name])], recurrent_arguments(x, a)
     K = conditioning([named(module.recurrent, module.OUTPUTS)], given, runs=16)
     exact = by_name(module.OUTPUTS, getattr(module, form)(**given, chunk_size=3))
     group = a["q_num_heads"] // a["kv_num_heads"]

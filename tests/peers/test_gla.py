@@ -10,7 +10,7 @@ from attention_ref import check, diagnose, gla, load_cases, mamba2
 from attention_ref.conformance.cases import by_name, named
 from attention_ref.conformance.numbers import conditioning
 from attention_ref.conformance.verify import compare
-from attention_ref.core import repeat_heads, split_heads
+from attention_ref.core import split_heads
 
 GOLDEN = {variant: {case.name: case for case in load_cases(variant)} for variant in ("gla", "ssd", "mamba2")}
 
@@ -19,45 +19,20 @@ GOLDEN = {variant: {case.name: case for case in load_cases(variant)} for variant
 nodes = pytest.importorskip("onnx.backend.test.case.node")
 pytest.importorskip("onnx.backend.test.case.node.linear_attention")         # from 1.23 on; their import fills the list
 pytest.importorskip("onnx.backend.test.case.node.causal_conv_with_state")
-from onnx import helper
+from onnx_nodes import LINEAR_ATTENTION, recurrent_arguments, rule, unpack
 
 ALL = {case.name: case for case in nodes._NodeTestCases
        if case.model.graph.node[0].op_type in ("LinearAttention", "CausalConvWithState")}
-
-
-def unpack(case, *names):
-    """Inputs in float64 and attributes by name, and the outputs of a node test case."""
-    node, ((inputs, outputs),) = case.model.graph.node[0], case.data_sets
-    used = [name for name, here in zip(names, node.input) if here]
-    x = {name: y.astype(np.float64) for name, y in zip(used, inputs, strict=True)}
-    return x, {a.name: helper.get_attribute_value(a) for a in node.attribute}, outputs
-
-
-def is_gla(case):
-    """Whether the rule of a node is linear or gated; gated_delta is what a node has that does not say."""
-    a = {a.name: helper.get_attribute_value(a) for a in case.model.graph.node[0].attribute}
-    return a.get("update_rule") in (b"linear", b"gated")
-
-
-LINEAR = {name: case for name, case in ALL.items() if is_gla(case)}
+LINEAR = {name: case for name, case in ALL.items() if rule(case) in ("linear", "gated")}
 CONV = {name: case for name, case in ALL.items() if case.model.graph.node[0].op_type == "CausalConvWithState"}
-
-
-def attention(x, a):
-    """Inputs x and attributes a of a node as those of gla, the heads of k, v, gates and states repeated for q."""
-    H, kv = a["q_num_heads"], a["kv_num_heads"]
-    q, k, v = split_heads(x["query"], H), *(split_heads(x[name], kv) for name in ("key", "value"))
-    decay = split_heads(x["decay"], kv) if "decay" in x else np.zeros((*k.shape[:3], 1))
-    state = x.get("past_state", np.zeros((len(q), kv, k.shape[3], v.shape[3])))
-    k, v, decay, state = (repeat_heads(y, H) for y in (k, v, decay, state))
-    return dict(q=q, k=k, v=v, log_decay=decay, initial_state=state, scale=a.get("scale", 0.0) or q.shape[3] ** -0.5)
 
 
 @pytest.mark.parametrize("form", gla.FORMS, ids=lambda form: form.__name__)
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_attention_node(name, form):
-    x, a, (o, state) = unpack(LINEAR[name], "query", "key", "value", "past_state", "decay", "beta")
-    given, group = attention(x, a), a["q_num_heads"] // a["kv_num_heads"]
+    x, a, (o, state) = unpack(LINEAR[name], LINEAR_ATTENTION)
+    given, group = recurrent_arguments(x, a), a["q_num_heads"] // a["kv_num_heads"]
+    given.setdefault("log_decay", np.zeros((*given["k"].shape[:3], 1)))
     K = conditioning([named(gla.recurrent, gla.OUTPUTS)], given, runs=16)
     exact = by_name(gla.OUTPUTS, form(**given, chunk_size=3))
     assert compare("o", split_heads(o, a["q_num_heads"]), exact["o"], K["o"], str(o.dtype)).score <= 1
@@ -75,7 +50,8 @@ def convolution(x, weight, bias, past_state, activation):
 
 @pytest.mark.parametrize("name", CONV)
 def test_convolution_node(name):
-    x, a, outputs = unpack(CONV[name], "input", "weight", "bias", "past_state")
+    x, a, outputs = unpack(CONV[name], ("input", "weight", "bias", "past_state"))
+    x = {name: y.astype(np.float64) for name, y in x.items()}
     B, F, K = len(x["input"]), *x["weight"].shape[::2]
     given = dict(x=x["input"], weight=x["weight"], bias=x.get("bias", np.zeros(F)),
                  past_state=x.get("past_state", np.zeros((B, F, K - 1))),

@@ -6,34 +6,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from exact import agrees, without_dlse
+from exact import agrees, without_dlse, without_nan
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_cases import floating, tensors, with_gradients
 
 from attention_ref import diagnose, graph, load_cases
-
-torch.set_num_threads(1)                                 # small arrays: threads would only wait for each other
 
 
 def clean(variant):
     """The golden cases without NaN: no peer leaves a number unread."""
-    return [pytest.param(case, id=case.name) for case in load_cases(variant)
-            if not any(np.isnan(x).any() for x in case.inputs.values() if isinstance(x, np.ndarray))]
-
-
-def leaves(case):
-    """The floating inputs as tensors that record gradients."""
-    return {name: torch.from_numpy(x.copy()).requires_grad_() for name, x in case.inputs.items()
-            if isinstance(x, np.ndarray) and x.dtype.kind == "f"}
-
-
-def with_gradients(case, o, x):
-    """o and the gradients of the leaves for the cotangent of the case, as arrays to be checked."""
-    found = dict(o=o.detach().numpy())
-    if case.cotangents:
-        gradients = torch.autograd.grad(o, list(x.values()), torch.from_numpy(case.cotangents["do"]))
-        found |= {"d" + name: g.numpy() for name, g in zip(x, gradients)}
-    return found
+    return [pytest.param(case, id=case.name) for case in without_nan(load_cases(variant))]
 
 
 def attention(q, k, v, bias, scale):
@@ -46,25 +29,25 @@ def attention(q, k, v, bias, scale):
 
 @pytest.mark.parametrize("case", clean("graph"))
 def test_sdpa_with_the_logarithm_of_what_parallel_edges_add_up_to(case):
-    x, n = leaves(case), case.sizes
+    x, n = tensors(case, floating(case)), case.sizes
     pair = torch.from_numpy(case.inputs["target"] * n["N"] + case.inputs["source"])
     weight = torch.exp(x["bias"]).expand(n["B"], n["H"], n["E"])
     mass = torch.zeros(n["B"], n["H"], n["N"] ** 2, dtype=torch.float64).index_add(-1, pair, weight)
     bias = torch.log(mass).unflatten(-1, (n["N"], n["N"]))
     o = attention(x["q"], x["k"], x["v"], bias, case.inputs["scale"])
-    assert agrees(without_dlse(case), with_gradients(case, o, x))
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), x))
 
 
 @pytest.mark.parametrize("case", clean("graphormer"))
 def test_sdpa_with_the_biases_of_graphormer(case):
-    x, y = leaves(case), case.inputs
+    x, y = tensors(case, floating(case)), case.inputs
     distance, path = torch.from_numpy(y["distance"] % case.sizes["S"]), torch.from_numpy(y["path"])
     b = functional.embedding(distance, x["spatial_bias"].T)                 # (B?, N, N, H)
     padded = torch.cat([x["edge_features"], torch.zeros(1, case.sizes["F"], dtype=torch.float64)])
     f = functional.embedding(torch.where(path < 0, case.sizes["E"], path), padded)
     c = torch.einsum("bijnf,hnf->bijh", f, x["edge_weight"]) / (path >= 0).sum(-1, keepdim=True).clamp(min=1)
     o = attention(x["q"], x["k"], x["v"], (b + c).movedim(-1, 1), y["scale"])
-    assert agrees(without_dlse(case), with_gradients(case, o, x))
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), x))
 
 
 # PyTorch Geometric
@@ -90,15 +73,15 @@ def run(module, weights, x, case):
 
 
 def gat(case, **options):
-    x = leaves(case)
+    x = tensors(case, floating(case))
     weights = {"lin.weight": stored(x["w"]), "att_src": x["a_source"][None], "att_dst": x["a_target"][None]}
-    return run(layer("GATConv", case, **options), weights, x["x"], case), x
+    return dict(o=run(layer("GATConv", case, **options), weights, x["x"], case)), x
 
 
 def gatv2(case, **options):
-    x = leaves(case)
+    x = tensors(case, floating(case))
     weights = {"lin_l.weight": stored(x["w_source"]), "lin_r.weight": stored(x["w_target"]), "att": x["a"][None]}
-    return run(layer("GATv2Conv", case, **options), weights, x["x"], case), x
+    return dict(o=run(layer("GATv2Conv", case, **options), weights, x["x"], case)), x
 
 
 @pytest.mark.parametrize("case", clean("gat"))

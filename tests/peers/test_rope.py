@@ -9,6 +9,7 @@ pytest.importorskip("onnx")
 import onnx.backend.test.case.node.rotaryembedding  # its import fills the list of cases
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
+from onnx_nodes import unpack
 
 from attention_ref import check, diagnose, load_cases, rope
 from attention_ref.conformance.numbers import conditioning
@@ -20,12 +21,6 @@ ATTRIBUTES = {"interleaved", "rotary_embedding_dim", "num_heads"}
 ALL = {case.name: case for case in onnx.backend.test.case.node._NodeTestCases if "_rotary_embedding" in case.name}
 CASES = {name: case for name, case in ALL.items() if case.model.graph.node[0].op_type == "RotaryEmbedding"}
 GOLDEN = {case.name: case for case in load_cases("rope")}
-
-
-def unpack(case):
-    """Inputs by name, attributes and output of a node case."""
-    node, ((inputs, (output,)),) = case.model.graph.node[0], case.data_sets
-    return dict(zip(INPUTS, inputs)), {a.name: helper.get_attribute_value(a) for a in node.attribute}, output
 
 
 def arguments(x, a):
@@ -54,7 +49,7 @@ def distance(x, a, y, **changes):
 
 @pytest.mark.parametrize("name", CASES)
 def test_case(name):
-    x, a, y = unpack(CASES[name])
+    x, a, (y,) = unpack(CASES[name], INPUTS)
     assert distance(x, a, y) <= 1
     given = arguments(x, a)
     assert distance(x, a, y, layout=rope.other(given["layout"])) > 1, "the case tells the layouts apart"

@@ -7,40 +7,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from exact import agrees, changed, without_dlse
+from exact import agrees, changed, without_dlse, without_nan
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch_cases import tensors, with_gradients
 
 from attention_ref import check, diagnose, load_cases, longformer, window
 
-torch.set_num_threads(1)                                 # small arrays: threads would only wait for each other
 WINDOW, LONGFORMER = ({case.name: case for case in load_cases(variant)} for variant in ("window", "longformer"))
 LOCAL, GLOBAL = ("q", "k", "v"), ("q_global", "k_global", "v_global")
 
 
-def met(golden):
-    """The cases without NaN: others read masked values."""
-    return [case for case in golden.values() if not any(np.isnan(x).any() for x in case.inputs.values()
-                                                        if isinstance(x, np.ndarray))]
-
-
 def ids(case):
     return case.id
-
-
-def tensors(case, names, dtype="float64"):
-    """Inputs of a case as tensors of dtype that record gradients."""
-    x = case.in_dtype(dtype)
-    return {name: torch.from_numpy(x[name]).requires_grad_() for name in names}
-
-
-def with_gradients(case, o, leaves):
-    """o and the gradients of leaves for the cotangent of the case, as arrays to be checked."""
-    found = dict(o=o.detach().numpy())
-    if case.cotangents:
-        gradients = torch.autograd.grad(o, list(leaves.values()), torch.from_numpy(case.cotangents["do"]).to(o.dtype))
-        found |= {"d" + name: g.numpy() for name, g in zip(leaves, gradients)}
-    return found
 
 
 def attention(q, k, v, mask, scale):
@@ -50,11 +29,11 @@ def attention(q, k, v, mask, scale):
 
 # torch
 
-@pytest.mark.parametrize("case", met(WINDOW), ids=ids)
+@pytest.mark.parametrize("case", without_nan(WINDOW.values()), ids=ids)
 def test_sdpa_under_a_band(case):
     x = tensors(case, LOCAL)
     o = attention(*x.values(), window.mask_of(case.inputs), case.inputs["scale"])
-    assert agrees(without_dlse(case), with_gradients(case, o, x))
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), x))
 
 
 def in_window(x):
@@ -69,7 +48,7 @@ def in_window(x):
     return seen
 
 
-@pytest.mark.parametrize("case", met(WINDOW), ids=ids)
+@pytest.mark.parametrize("case", without_nan(WINDOW.values()), ids=ids)
 def test_flex_attention(case):
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
     q, k, v = (torch.from_numpy(case.inputs[name]) for name in LOCAL)
@@ -80,14 +59,14 @@ def test_flex_attention(case):
     assert agrees(case, dict(o=o.numpy(), lse=more.lse.numpy()))
 
 
-@pytest.mark.parametrize("case", met(LONGFORMER), ids=ids)
+@pytest.mark.parametrize("case", without_nan(LONGFORMER.values()), ids=ids)
 def test_longformer_as_two_attentions(case):
     """The rows of either kind from scaled_dot_product_attention, with autograd through all six arrays."""
     x = tensors(case, LOCAL + GLOBAL)
     local, wide = (attention(*(x[name] for name in names), mask, case.inputs["scale"])
                    for names, mask in zip((LOCAL, GLOBAL), longformer.masks_of(case.inputs)))
     o = torch.where(torch.from_numpy(case.inputs["is_global"])[:, None, :, None], wide, local)
-    assert agrees(without_dlse(case), with_gradients(case, o, x))
+    assert agrees(without_dlse(case), with_gradients(case, dict(o=o), x))
 
 
 # jax
@@ -104,7 +83,7 @@ def jax_window(case, **options):
         return np.asarray(o).swapaxes(1, 2)[..., :x["v"].shape[3]]
 
 
-FROM_KEY_0 = [changed(case, offset=0) for case in met(WINDOW)
+FROM_KEY_0 = [changed(case, offset=0) for case in without_nan(WINDOW.values())
               if (case.inputs["dilation"] == 1).all() and None not in (case.inputs["left"], case.inputs["right"])
               and case.name != "empty_rows"]
 
@@ -159,7 +138,7 @@ def layer(case, leaves):
     return o.unflatten(2, (H, dv)).transpose(1, 2)[:, :, :T]
 
 
-EXPRESSIBLE = [without_dlse(case) for case in met(LONGFORMER)
+EXPRESSIBLE = [without_dlse(case) for case in without_nan(LONGFORMER.values())
                if (case.inputs["dilation"] == 1).all() and case.inputs["half_window"] > 1]
 EXPRESSIBLE += [changed(without_dlse(LONGFORMER["padding"]), half_window=2)]        # a half of 1 fails in transformers
 
@@ -168,7 +147,7 @@ EXPRESSIBLE += [changed(without_dlse(LONGFORMER["padding"]), half_window=2)]    
 def test_longformer_self_attention(case):
     """Global keys by the local projections, 0 for a padded query."""
     x = tensors(case, LOCAL + GLOBAL, "float32")
-    assert agrees(case, with_gradients(case, layer(case, x), x), "float32")
+    assert agrees(case, with_gradients(case, dict(o=layer(case, x)), x), "float32")
 
 
 def test_most_of_longformer_is_met():
