@@ -111,6 +111,27 @@ def narrow_values(x, y):
     return y["o"].shape[3] < x["k"].shape[3]
 
 
+def of_tokens(x, names, tokens):
+    """The inputs of a recurrence with the named arrays (B, H, T, ...) cut to some of their tokens."""
+    return x | {name: x[name][:, :, tokens] for name in names}
+
+
+def since(recurrent, names, x, t):
+    """o and the final state of a run that begins at token t with a state of 0."""
+    return recurrent(**of_tokens(x, names, np.s_[t:]) | {"initial_state": 0 * x["initial_state"]})
+
+
+def restarted(recurrent, names, x, y, t):
+    """From token t on o is that of a run which begins there with a state of 0."""
+    return np.allclose(y["o"][:, :, t:], since(recurrent, names, x, t)[0], 1e-12)
+
+
+def stops_at_padding(recurrent, names, x, y):
+    """The final state of batch entry 1 is that after its first three tokens."""
+    first = {name: x[name][1:] for name in (*names, "initial_state")}
+    return np.allclose(y["final_state"][1:], recurrent(**of_tokens(x | first, names, np.s_[:3]))[1], 1e-12)
+
+
 # Whole cases, but for sizes and masks
 
 LONG = dict(why="scores that rise over more keys than a tile has, in no multiple of a tile", light=True, scale=0.5,
@@ -148,11 +169,6 @@ def rounded(a, bits):
 def T(a):
     """The last two axes exchanged."""
     return a.swapaxes(-1, -2)
-
-
-def stored_transposed(s):
-    """What stands in the memory of matrices stored the other way round, read in the shape of s."""
-    return T(s).reshape(s.shape)
 
 
 def l2_normalised(a):
@@ -217,6 +233,14 @@ def time_first(x, names, form):
         return a.reshape(B, T, H, *a.shape[3:]).swapaxes(1, 2)
     o, s = form(**x | changed(x, names, as_read))
     return o.swapaxes(1, 2).reshape(o.shape), s
+
+
+def states_stored_transposed(x, form):
+    """The form on states that lie in memory as (..., dv, dk) and are read and written in the shape (..., dk, dv)."""
+    def stored(s):
+        return T(s).reshape(s.shape)
+    o, s = form(**x | {"initial_state": stored(x["initial_state"])})
+    return o, stored(s)
 
 
 def transposed_state(x, form):
@@ -385,11 +409,16 @@ def receives(x):
     return np.isin(np.arange(nodes_of(x)), x["target"])[:, None]
 
 
+def over_edges(x, logits, v, weights=lambda a, source, target, N: segment_softmax(a, target, N)[0]):
+    """o for logits (B, H, E) and values (B, H, N, dv), by a softmax at every target or by other weights."""
+    source, target, N = x["source"], x["target"], v.shape[2]
+    return segment_sum(weights(logits, source, target, N)[..., None] * v[:, :, source], target, N)
+
+
 def edge_mistakes(dense, parts):
     """Mistakes of any attention over edges; parts(x) gives the right logits (B, H, E) and values (B, H, N, dv)."""
-    def o(x, weights=lambda a, source, target, N: segment_softmax(a, target, N)[0]):
-        (a, v), source, target = parts(x), x["source"], x["target"]
-        return segment_sum(weights(a, source, target, v.shape[2])[..., None] * v[:, :, source], target, v.shape[2])
+    def o(x, *weights):
+        return over_edges(x, *parts(x), *weights)
     changes = {slug: (text, lambda x, change=change: dense(**x | change(x)))
                for slug, (text, change) in EDGE_CHANGES.items()}
     weights = {slug: (text, lambda x, weights=weights: (o(x, weights),))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..names import STATES
 from ..shapes import parse
+from .blackbox import parameters
 from .libraries import BACKENDS, VIEWS, fitting, to_numpy
 from .numbers import cast
 from .verify import as_dict
@@ -54,6 +55,11 @@ class Call:
     def views(self):
         """How the arrays may lie in memory beside the plain way, if that is asked for."""
         return self.library.views if self.strides else ()
+
+    @property
+    def parameters(self):
+        """What `blackbox.parameters` knows of those of the function."""
+        return parameters(self.function)
 
     def check_names(self, case):
         """ValueError for a name that the variant or the function does not have, or a backward in the wrong place."""

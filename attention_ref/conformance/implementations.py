@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .blackbox import Callee, aliases, parameters
+from .blackbox import Callee, aliases
 from .call import Call
 from .diagnosis import diagnose_run
 from .isolation import NoAnswer, NotAsked, Worker, plain
@@ -63,7 +63,7 @@ class Answers:
         return self.call.views
 
     def parameters(self):
-        return parameters(self.call.function)
+        return self.call.parameters
 
     def used(self, case, outputs):
         return self.call.used(case, outputs)
@@ -204,7 +204,7 @@ def judge(function, cases, dtype, accumulate=None):
 
 def joining(call, case):
     """How the parameters of a function and the arguments of a case meet, in words; "" if they do or nobody knows."""
-    theirs = call.parameters if isinstance(call, Isolated) else parameters(call.function)
+    theirs = call.parameters
     cotangents = ["d" + name for name in case.outputs]
     ours = {call.rename.get(name, name): name for name in [*case.inputs, *case.sizes, *cotangents]}
     odd = [name for name in theirs or () if name not in ours]

@@ -167,12 +167,6 @@ def parts(x, key_row=None, query_row=None):
     return terms(x["q"], kit.plain(x["k"]), x["pos_key"], x["pos_query"], key_row, query_row)
 
 
-def finish(x, scores):
-    """The rest of the formula after scaled scores."""
-    weights, lse = softmax(scores, x["mask"])
-    return weights @ kit.plain(x["v"]), lse
-
-
 def span(x):
     return x["pos_key"].shape[1] // 2
 
@@ -185,7 +179,7 @@ def distances(x):
 
 def with_rows(x, row):
     """The formula with other rows for (i, j)."""
-    return finish(x, x["scale"] * sum(parts(x, row, dict(released=row.T, paper=row)[x["p2c"]])))
+    return kit.attend(x, x["scale"] * sum(parts(x, row, dict(released=row.T, paper=row)[x["p2c"]])))
 
 
 def clipped(x, distance):
@@ -211,7 +205,7 @@ def of_the_key(x):
     """q_j in place of q_i meets row delta_ij."""
     key_row, query_row = rows(x)
     content, by_key, position_content = parts(x, key_row.T, query_row)
-    return finish(x, x["scale"] * (content + by_key.swapaxes(-1, -2) + position_content))
+    return kit.attend(x, x["scale"] * (content + by_key.swapaxes(-1, -2) + position_content))
 
 
 BUGS = dict(
@@ -231,12 +225,12 @@ BUGS = dict(
     tables_swapped=("queries meet pos_query, keys pos_key",
                     lambda x: but(x, pos_key=x["pos_query"], pos_query=x["pos_key"])),
     c2p_of_the_key=("the table that q_i meets is gathered along the wrong axis: q_j meets it", of_the_key),
-    p2c_not_transposed=("the last term is added with keys as rows", lambda x: finish(
+    p2c_not_transposed=("the last term is added with keys as rows", lambda x: kit.attend(
         x, x["scale"] * (parts(x)[0] + parts(x)[1] + parts(x)[2].swapaxes(-1, -2)))),
     c2p_missing=("queries meet no table", lambda x: but(x, pos_key=0 * x["pos_key"])),
     p2c_missing=("keys meet no table", lambda x: but(x, pos_query=0 * x["pos_query"])),
     c2p_twice=("the term of pos_key is added twice", lambda x: but(x, pos_key=2 * x["pos_key"])),
-    positions_not_scaled=("only q k^T is scaled", lambda x: finish(
+    positions_not_scaled=("only q k^T is scaled", lambda x: kit.attend(
         x, x["scale"] * parts(x)[0] + parts(x)[1] + parts(x)[2])),
     scale_missing=("the scores are not scaled", lambda x: but(x, scale=1.0)),
     scale_without_terms=("1/sqrt(dk): the terms are not counted",
@@ -250,15 +244,13 @@ BUGS = dict(
                        lambda x: kit.at_empty_rows(dense(**x), kit.mean_value(x["v"]))[:1]),
     masked_nan_poison=("0 * NaN: a masked value is read", lambda x: (
         softmax(x["scale"] * sum(parts(x)), x["mask"])[0] @ x["v"],)),
-    lse_of_content=("lse is of q k^T alone", lambda x: (dense(**x)[0], finish(x, x["scale"] * parts(x)[0])[1])),
+    lse_of_content=("lse is of q k^T alone", lambda x: (dense(**x)[0], kit.attend(x, x["scale"] * parts(x)[0])[1])),
 )
 
 
 def of_scores(x):
     """The right gradient of the unscaled scores (B, H, T, T)."""
-    p, _ = softmax(x["scale"] * sum(parts(x)), x["mask"])
-    dp = x["do"] @ kit.plain(x["v"]).swapaxes(-1, -2)
-    return x["scale"] * p * (dp - (p * dp).sum(-1, keepdims=True) + x["dlse"][..., None])
+    return x["scale"] * kit.score_gradient(x, x["scale"] * sum(parts(x)))
 
 
 def overwritten(x):

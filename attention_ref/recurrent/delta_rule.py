@@ -184,11 +184,6 @@ def without_tail(x):
     return but(x)[0] * (np.arange(T) < whole)[:, None], states_of(x)[whole]
 
 
-def states_transposed(x):
-    o, s = but(x, initial_state=kit.stored_transposed(x["initial_state"]))
-    return o, kit.stored_transposed(s)
-
-
 BUGS = dict(
     scale_missing=("the queries are not scaled", lambda x: but(x, scale=1.0)),
     scale_ignored=("1/sqrt(dk) whatever scale was asked for", lambda x: but(x, scale=x["q"].shape[3] ** -0.5)),
@@ -221,7 +216,7 @@ BUGS = dict(
     tail_lost=("tokens beyond the last whole chunk are not processed", without_tail),
     initial_state_ignored=("the state before the first token is 0",
                            lambda x: but(x, initial_state=0 * x["initial_state"])),
-    states_transposed=("states lie in memory as (dv, dk)", states_transposed),
+    states_transposed=("states lie in memory as (dv, dk)", lambda x: kit.states_stored_transposed(x, recurrent)),
     keys_normalised=("keys are normalised inside", lambda x: but(x, k=kit.l2_normalised(x["k"]))),
     strides_ignored=("a strided view is read as if it were contiguous",
                      lambda x: but(x, **kit.changed(x, "qkv", kit.memory_order))),

@@ -214,11 +214,6 @@ def tail_decays(x):
     return o, s * 0.5 ** (-x["q"].shape[2] % x["chunk_size"])
 
 
-def states_transposed(x):
-    o, s = but(x, initial_state=kit.stored_transposed(x["initial_state"]))
-    return o, kit.stored_transposed(s)
-
-
 BUGS = dict(
     scale_missing=("the queries are not scaled", lambda x: but(x, scale=1.0)),
     read_before_write=("a token reads the decayed state before it is written", before_write),
@@ -254,7 +249,7 @@ BUGS = dict(
     tail_decays_state=("the places that fill the last chunk decay the final state", tail_decays),
     initial_state_ignored=("the state before the first token is 0",
                            lambda x: but(x, initial_state=0 * x["initial_state"])),
-    states_transposed=("states lie in memory as (dv, dk)", states_transposed),
+    states_transposed=("states lie in memory as (dv, dk)", lambda x: kit.states_stored_transposed(x, recurrent)),
     strides_ignored=("a strided view is read as if it were contiguous",
                      lambda x: but(x, **kit.changed(x, "qkv", kit.memory_order))),
 )

@@ -261,27 +261,12 @@ def at_token(t, value, x, channels=slice(None)):
     return dict(log_decay=g)
 
 
-def since(x, t):
-    """o and the final state of a run that begins at token t with a state of 0."""
-    later = {name: x[name][:, :, t:] for name in ARRAYS}
-    return recurrent(**x | later | {"initial_state": 0 * x["initial_state"]})
-
-
-def restarted(x, y, t):
-    return np.allclose(y["o"][:, :, t:], since(x, t)[0], 1e-12)
-
-
 def with_padding(x):
     """Batch entry 1 has three tokens; k = 0 and log_decay = 0 in what follows, and in token 1 of entry 0."""
     k, g = x["k"].copy(), x["log_decay"].copy()
     for place in np.s_[1, :, 3:], np.s_[0, :, 1]:
         k[place], g[place] = 0, 0
     return dict(k=k, log_decay=g)
-
-
-def stops_at_padding(x, y):
-    short = x | {name: x[name][1:, :, :3] for name in ARRAYS} | {"initial_state": x["initial_state"][1:]}
-    return np.allclose(y["final_state"][1:], recurrent(**short)[1], 1e-12)
 
 
 def in_bfloat16(schedule):
@@ -312,21 +297,24 @@ CASES = dict(
         catches=("gate_on_values", "state_transposed")),
     zero_state=dict(
         why="without an initial state the first token gives scale (q . k) v", sizes=SIZES, light=True, chunk_size=3,
-        initial_state=lambda n: np.zeros((n.B, n.H, n.dk, n.dv)), shows=lambda x, y: restarted(x, y, 0)),
+        initial_state=lambda n: np.zeros((n.B, n.H, n.dk, n.dv)),
+        shows=lambda x, y: kit.restarted(recurrent, ARRAYS, x, y, 0)),
     zero_gate=dict(
         why="a gate of exactly 0 forgets everything before its token, and nothing after it", sizes=SIZES,
-        change=lambda x: at_token(2, -np.inf, x), shows=lambda x, y: restarted(x, y, 2),
+        change=lambda x: at_token(2, -np.inf, x), shows=lambda x, y: kit.restarted(recurrent, ARRAYS, x, y, 2),
         catches=("difference_of_sums",)),
     zero_gate_in_some_channels=dict(
         why="a gate of 0 in two channels restarts two rows of the state", sizes=SIZES, light=True, chunk_size=3,
         change=lambda x: at_token(1, -np.inf, x, slice(2)), catches=("difference_of_sums",)),
     small_gate=dict(
         why="a log gate of -32768: running sums lose the digits of all gates behind it", sizes=SIZES, light=True,
-        change=lambda x: at_token(2, -32768, x), chunk_size=8, shows=lambda x, y: restarted(x, y, 2),
+        change=lambda x: at_token(2, -32768, x), chunk_size=8,
+        shows=lambda x, y: kit.restarted(recurrent, ARRAYS, x, y, 2),
         catches=("difference_of_sums", "factored_decay")),
     padding=dict(
         why="padding, k = 0 and log_decay = 0, leaves the state alone at the end and inside", sizes=SIZES,
-        change=with_padding, shows=stops_at_padding, catches=("zero_log_gate_forgets",)),
+        change=with_padding, shows=lambda x, y: kit.stops_at_padding(recurrent, ARRAYS, x, y),
+        catches=("zero_log_gate_forgets",)),
     scalar_gate=dict(
         why="one gate per head and token: simple GLA", sizes=SIZES,
         log_decay=lambda n: draw("log_decay", (n.B, n.H, n.T, 1)), catches=("gate_gradient_not_reduced",)),
@@ -340,7 +328,8 @@ CASES = dict(
     long=dict(
         why="over 64 tokens the first 32 are forgotten, and exp(-b) leaves float16", light=True, chunk_size=16,
         sizes=SIZES | dict(B=1, H=2, T=64, dv=3), change=lambda x: dict(v=draw("k", x["v"].shape)),
-        shows=lambda x, y: np.allclose(y["final_state"], since(x, 32)[1], 1e-5, 1e-5), catches=("factored_decay",)),
+        shows=lambda x, y: np.allclose(y["final_state"], kit.since(recurrent, ARRAYS, x, 32)[1], 1e-5, 1e-5),
+        catches=("factored_decay",)),
     strided=dict(
         why="q, k, v and log_decay are views of (B, T, H, d) memory", sizes=SIZES,
         change=lambda x: kit.strided(x, ARRAYS), catches=("strides_ignored",)),

@@ -158,11 +158,6 @@ def before_write(x):
     return np.concatenate([x["scale"] * x["q"][t] @ s for t, s in zip(tokens(x["q"]), scan(x)[1])], 2), but(x)[1]
 
 
-def states_transposed(x):
-    o, s = but(x, initial_state=kit.stored_transposed(x["initial_state"]))
-    return o, kit.stored_transposed(s)
-
-
 BUGS = dict(
     scale_missing=("the queries are not scaled", lambda x: but(x, scale=1.0)),
     read_before_write=("a token reads the state before it, as in RWKV-6", before_write),
@@ -190,7 +185,8 @@ BUGS = dict(
     gate_base_2=("2 to the log gate", lambda x: but(x, log_decay=x["log_decay"] * kit.LN2)),
     initial_state_ignored=("the state before the first token is 0",
                            lambda x: but(x, initial_state=0 * x["initial_state"])),
-    states_transposed=("states lie in memory as (dv, dk), as the paper writes them", states_transposed),
+    states_transposed=("states lie in memory as (dv, dk), as the paper writes them",
+                       lambda x: kit.states_stored_transposed(x, recurrent)),
     strides_ignored=("a strided view is read as if it were contiguous",
                      lambda x: but(x, **kit.changed(x, "qkv", kit.memory_order))),
 )

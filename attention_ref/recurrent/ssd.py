@@ -247,21 +247,6 @@ def with_padding(x):
     return dict(dt=dt)
 
 
-def since(x, t):
-    """o and the final state of a run that begins at token t with a state of 0."""
-    later = {name: x[name][:, :, t:] for name in ARRAYS}
-    return recurrent(**x | later | {"initial_state": 0 * x["initial_state"]})
-
-
-def restarted(x, y, t):
-    return np.allclose(y["o"][:, :, t:], since(x, t)[0], 1e-12)
-
-
-def stops_at_padding(x, y):
-    short = x | {name: x[name][1:, :, :3] for name in ARRAYS} | {"initial_state": x["initial_state"][1:]}
-    return np.allclose(y["final_state"][1:], recurrent(**short)[1], 1e-12)
-
-
 CASES = dict(
     basic=dict(
         why="every size differs and none is 1, T is no multiple of the chunk, and there is an initial state",
@@ -291,7 +276,7 @@ CASES = dict(
     zero_state=dict(
         why="without an initial state the first token gives (C . B) dt x + D x", sizes=SIZES | dict(T=7), light=True,
         chunk_size=3, initial_state=lambda n: np.zeros((n.B, n.H, n.dk, n.dv)),
-        shows=lambda x, y: restarted(x, y, 0)),
+        shows=lambda x, y: kit.restarted(recurrent, ARRAYS, x, y, 0)),
     whole_chunks=dict(
         why="T is a multiple of the chunk: nothing is padded", sizes=SIZES | dict(T=6, H=3, G=1), light=True,
         chunk_size=3,
@@ -301,16 +286,17 @@ CASES = dict(
         catches=("padding_decays",)),
     large_step=dict(
         why="a gate that is 0 in every type: nothing before its token is left, and running sums lose their digits",
-        sizes=SIZES | dict(H=4, G=2), change=large_step, shows=lambda x, y: restarted(x, y, 2),
+        sizes=SIZES | dict(H=4, G=2), change=large_step, shows=lambda x, y: kit.restarted(recurrent, ARRAYS, x, y, 2),
         catches=("difference_of_sums", "factored_decay")),
     padding=dict(
         why="padding, dt = 0, leaves the state alone at the end and inside", sizes=SIZES | dict(H=4, G=2),
-        change=with_padding, shows=stops_at_padding),
+        change=with_padding, shows=lambda x, y: kit.stops_at_padding(recurrent, ARRAYS, x, y)),
     long=dict(
         why="over 64 tokens the first 16 are forgotten by the head that decays fastest",
         sizes=SIZES | dict(B=1, H=2, G=1, T=64, dv=3), light=True, chunk_size=16,
         change=lambda x: dict(A=np.array([-1.25, -2.5]), x=draw("q", x["x"].shape)),
-        shows=lambda x, y: np.allclose(y["final_state"], since(x, 16)[1], 1e-5, 1e-5), catches=("factored_decay",)),
+        shows=lambda x, y: np.allclose(y["final_state"], kit.since(recurrent, ARRAYS, x, 16)[1], 1e-5, 1e-5),
+        catches=("factored_decay",)),
     strided=dict(
         why="x, dt, B and C are views of (B, T, H, d) memory", sizes=SIZES | dict(H=4, G=2),
         change=lambda x: kit.strided(x, ARRAYS), catches=("strides_ignored",)),

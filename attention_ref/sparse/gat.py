@@ -134,8 +134,7 @@ def parts(x):
 
 def finish(x, a):
     """The rest of the formula after logits a (B, H, E)."""
-    weights, _ = segment_softmax(a, x["target"], x["x"].shape[1])
-    return (segment_sum(weights[..., None] * projected(x)[:, :, x["source"]], x["target"], x["x"].shape[1]),)
+    return (kit.over_edges(x, a, projected(x)),)
 
 
 def but(x, /, **changes):

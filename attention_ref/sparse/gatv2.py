@@ -129,9 +129,7 @@ def parts(x):
 
 def finish(x, logits, v=None):
     """The rest of the formula after logits (B, H, E), with other values (B, H, N, dv) if given."""
-    weights, _ = segment_softmax(logits, x["target"], x["x"].shape[1])
-    v = values(x) if v is None else v
-    return (segment_sum(weights[..., None] * v[:, :, x["source"]], x["target"], x["x"].shape[1]),)
+    return (kit.over_edges(x, logits, values(x) if v is None else v),)
 
 
 def but(x, /, **changes):

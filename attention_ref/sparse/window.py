@@ -137,19 +137,14 @@ def mask_of(x, **changes):
     return visible(*kit.lengths(x), **{name: (x | changes)[name] for name in list(INPUTS)[3:-1]})
 
 
-def raw(x):
-    """The scores of all pairs."""
-    return x["scale"] * x["q"] @ kit.plain(x["k"]).swapaxes(-1, -2)
-
-
 def weights(x):
     """The right weights (B, H, Tq, Tk)."""
-    return softmax(raw(x), mask_of(x))[0]
+    return softmax(kit.scores(x), mask_of(x))[0]
 
 
 def under(x, mask, sink=-np.inf):
     """The outputs under a wrong mask, or with one more key that has no value."""
-    p, lse = softmax(raw(x), mask, sink)
+    p, lse = softmax(kit.scores(x), mask, sink)
     return p @ kit.plain(x["v"]), lse
 
 
@@ -256,7 +251,7 @@ def rebuilt(x, **changes):
     """Gradients with weights rebuilt from the right lse under the mask of changed arguments, as kernels do it."""
     _, lse = dense(**{name: x[name] for name in INPUTS})
     k, v = kit.plain(x["k"]), kit.plain(x["v"])
-    p = np.where(mask_of(x, **changes), np.exp(raw(x) - np.where(lse == -np.inf, np.inf, lse)[..., None]), 0)
+    p = np.where(mask_of(x, **changes), np.exp(kit.scores(x) - np.where(lse == -np.inf, np.inf, lse)[..., None]), 0)
     dp = x["do"] @ v.swapaxes(-1, -2)
     ds = p * (dp - (weights(x) * dp).sum(-1, keepdims=True) + x["dlse"][..., None])
     return dict(dq=x["scale"] * ds @ k, dk=x["scale"] * ds.swapaxes(-1, -2) @ x["q"], dv=p.swapaxes(-1, -2) @ x["do"])
